@@ -1,0 +1,63 @@
+# Everything runs in ./.venv, made on first use from pyproject.toml and constraints.txt.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := configs data heads inference train
+LINKS := build/typing/drafthead
+
+# OpenMP threads that spin while they wait make a forward many times slower on a shared machine.
+export OMP_WAIT_POLICY ?= passive
+export TOKENIZERS_PARALLELISM ?= false
+# No target here needs a model hub; without this a missing one costs minutes of retries.
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help setup demo test lint format typecheck bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+setup: $(VENV)/.installed  ## make .venv with everything for development
+
+demo: $(VENV)/.core  ## fetch the embedded model, train a head, evaluate it, generate
+	$(BIN)/drafthead demo
+
+test: $(VENV)/.installed  ## run all tests (some: make test ARGS="-m 'not slow' tests/heads")
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.installed  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed  ## mend style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The folders are subpackages of `drafthead`, which only an import hook knows: mypy needs the links.
+typecheck: $(VENV)/.installed  ## check types
+	mkdir -p $(LINKS)
+	for p in $(PACKAGES); do ln -sfn ../../../$$p $(LINKS)/$$p; done
+	$(BIN)/mypy | sed 's#build/typing/drafthead/##'
+
+bench: $(VENV)/.installed  ## train longer and measure, into runs/bench
+	$(BIN)/drafthead demo --train-minutes 20 --out runs/bench
+
+clean:  ## remove what builds and checks leave; .venv and runs stay
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Two steps, so that the demo waits for no development tools and for no DeepSpeed.
+$(VENV)/.core: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "drafthead needs Python 3.11 or newer: make PYTHON=/path/to/python ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing drafthead into $(VENV); this takes a few minutes once"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.core
+	@echo "installing the development tools into $(VENV)"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,deepspeed,track]'
+	touch $@

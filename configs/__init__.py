@@ -1,0 +1,1 @@
+"""Presets (YAML, JSON) and the embedded samples; no logic."""

@@ -1,0 +1,1 @@
+"""Conversations, token rows, loss masks, and the embedded samples. Imports no sibling package."""

@@ -1,0 +1,163 @@
+"""What every draft head is: a `PreTrainedModel` that borrows from a target, unrolls, and drafts.
+
+A head knows no tree, no acceptance rule and no trainer. Training asks it for `Prediction`s by
+depth; decoding asks it for draft steps (`open`, `extend`, `expand`). Both run the same layers.
+
+Shapes: B batch, T positions, D hidden width, V vocabulary, Vd draft vocabulary, L captured layers,
+M supervised positions of one depth, n and m small counts of tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from drafthead.heads.contract import Contract
+
+
+class HeadSettings(BaseModel):
+    """What a user chooses about a head; one subclass per head, selected by `type` in a config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: str
+    unroll_steps: int = 3
+    """Draft depths trained together (training-time test, arXiv 2503.01840)."""
+
+    @abstractmethod
+    def build(
+        self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
+    ) -> DraftHead:
+        """Make an untrained, unbound head for the target with this text config.
+
+        `draft_ids`: (Vd,) ascending target ids of the draft vocabulary, or None for all of them.
+        """
+
+
+@dataclass(frozen=True)
+class TeacherBatch:
+    """One batch as every source of teacher features gives it; rows are padded on the right.
+
+    The target's distribution for the token at position t + 1 is
+    `softmax(unembed(last_hidden[:, t]))` with normaliser `log_norm[:, t]`.
+    """
+
+    ids: Tensor
+    """(B, T) int64 token ids."""
+    mask: Tensor
+    """(B, T) bool: True where the token itself is supervised (the assistant wrote it)."""
+    features: Tensor
+    """(B, T, L * D) the target's captured states, ascending layers."""
+    last_hidden: Tensor
+    """(B, T, D) what the target's output rows see (after its final norm)."""
+    top: Tensor
+    """(B, T) int64: the target's most likely next token; only valid where the next token is
+    supervised."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One depth of an unroll, at the M positions where it has a supervised label."""
+
+    logits: Tensor
+    """(M, Vd) over the draft vocabulary."""
+    teacher: Tensor
+    """(M,) int64 index into the flattened (B * T) positions: the target state that predicts the
+    same token."""
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)
+    """Named extra losses, each (M,), weighed by the head's own settings; summed by the trainer."""
+
+
+class HeadState:
+    """A head's memory of one batch of committed tokens; each head subclasses it."""
+
+    lengths: list[int]
+    """Committed positions of each row."""
+
+    def start(self, row: int) -> None:
+        """Forget a row, so that another sequence can begin there."""
+        self.lengths[row] = 0
+
+
+class DraftHead(PreTrainedModel):
+    """Base of all heads. `bind` must be called before any forward."""
+
+    settings: HeadSettings
+    contract: Contract
+
+    @abstractmethod
+    def bind(self, source: PreTrainedModel | Path) -> None:
+        """Copy the borrowed tensors from a live target, or read only them from its safetensors
+        folder.
+
+        Raises ContractError if the source is of another shape than the contract says.
+        """
+
+    @property
+    @abstractmethod
+    def draft_ids(self) -> Tensor:
+        """(Vd,) int64: the target's id of each draft id, ascending."""
+
+    @abstractmethod
+    def teacher_logits(self, last_hidden: Tensor) -> Tensor:
+        """(M, D) states of the target → (M, Vd) its own logits of the draft vocabulary."""
+
+    @abstractmethod
+    def unroll(self, batch: TeacherBatch, steps: int) -> Iterator[Prediction]:
+        """Yield depth 0 .. steps - 1: training's view of what decoding will do."""
+
+    @abstractmethod
+    def open(self, batch: int, capacity: int) -> HeadState:
+        """Make an empty memory for `batch` rows of at most `capacity` committed tokens and draft
+        nodes."""
+
+    @abstractmethod
+    def extend(
+        self, state: HeadState, features: Tensor, next_ids: Tensor, counts: Tensor
+    ) -> Tensor:
+        """Commit true positions and return the draft logits of the token after the last one.
+
+        features: (B, n, L * D) of positions p .. p + n - 1; next_ids: (B, n) tokens at p + 1 .. p +
+        n; counts: (B,) how many of the n are real in each row (right padded). Drops all draft nodes
+        of the round before. Returns (B, Vd).
+        """
+
+    @abstractmethod
+    def expand(self, state: HeadState, ids: Tensor, parents: Tensor) -> Tensor:
+        """Add m draft nodes below earlier ones and return the draft logits after each.
+
+        ids: (B, m) target ids; parents: (B, m) index of an earlier node of this round in the order
+        of expansion (0 is the first node expanded), -1 for the root. Returns (B, m, Vd).
+        """
+
+
+HEADS: dict[str, type[HeadSettings]] = {}
+
+
+def register(name: str) -> Callable[[type[HeadSettings]], type[HeadSettings]]:
+    """Register a settings class under the `type` that configs use; a second use of a name is an
+    error."""
+
+    def add(cls: type[HeadSettings]) -> type[HeadSettings]:
+        if name in HEADS:
+            raise ValueError(f"head type {name!r} is registered already ({HEADS[name].__name__})")
+        HEADS[name] = cls
+        return cls
+
+    return add
+
+
+def settings_class(name: str) -> type[HeadSettings]:
+    """Look a head type up; the error lists the known ones and the nearest."""
+    if name in HEADS:
+        return HEADS[name]
+    near = difflib.get_close_matches(name, HEADS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"head.type: unknown head {name!r}{hint} (known: {', '.join(sorted(HEADS))})")

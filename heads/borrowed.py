@@ -1,0 +1,95 @@
+"""Read the tensors that a head borrows from its target: embedding, output rows, final norm.
+
+From a live model, or alone from the target's safetensors folder, so that a target of 70B need not
+be loaded to use or export a head. It knows no head.
+
+Shapes: V target vocabulary, Vd draft vocabulary, D hidden width.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from drafthead.heads.contract import Contract, ContractError, describe, held
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A target's tensors in its own dtype, detached; they may share storage with the target."""
+
+    embedding: Tensor
+    """(V, D)"""
+    rows: Tensor
+    """(Vd, D) output rows of the draft vocabulary."""
+    norm: Tensor | None
+    """(D,) fp32 weight of the final norm as it acts, or None if the target has none."""
+
+
+def borrow(
+    source: PreTrainedModel | Path, contract: Contract, draft_ids: Tensor | None, check: bool
+) -> Borrowed:
+    """Read what the contract names; draft_ids: (Vd,), or None for all rows.
+
+    Raises ContractError where shapes differ and, for a live model unless `check` is False, where it
+    is another target than the contract's.
+    """
+    names = [contract.embedding, contract.output]
+    names += [contract.norm] if contract.norm is not None else []
+    if isinstance(source, PreTrainedModel):
+        if check:
+            contract.check(describe(source, None, contract.layers, contract.template_kwargs))
+        tensors = {name: _live(source, name) for name in set(names)}
+        where = source.name_or_path or type(source).__name__
+    else:
+        tensors = {name: _stored(Path(source), name) for name in set(names)}
+        where = str(source)
+    table = (contract.vocab_size, contract.hidden_size)
+    for name in set(names):
+        expected = table[1:] if name == contract.norm else table
+        if tuple(tensors[name].shape) != expected:
+            raise ContractError(
+                f"{where}: {name} has shape {tuple(tensors[name].shape)}, the head made for "
+                f"{contract.target!r} expects {expected}"
+            )
+    rows = tensors[contract.output]
+    norm = None
+    if contract.norm is not None:
+        norm = tensors[contract.norm].float() + contract.norm_offset
+    return Borrowed(
+        embedding=tensors[contract.embedding],
+        rows=rows if draft_ids is None else rows[draft_ids.to(rows.device)],
+        norm=norm,
+    )
+
+
+def _live(model: PreTrainedModel, name: str) -> Tensor:
+    try:
+        return held(name, model.get_parameter(name))
+    except AttributeError as error:
+        raise ContractError(
+            f"{type(model).__name__} has no parameter {name}, which the head borrows"
+        ) from error
+
+
+def _stored(folder: Path, name: str) -> Tensor:
+    """Read one tensor from a folder with one safetensors file or an index of several."""
+    index = folder / "model.safetensors.index.json"
+    file = folder / "model.safetensors"
+    if index.is_file():
+        shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        if name not in shards:
+            raise ContractError(f"{index}: no tensor {name}, which the head borrows")
+        file = folder / shards[name]
+    if not file.is_file():
+        raise ContractError(f"{folder}: no model.safetensors; save the target with safetensors")
+    with safe_open(file, framework="pt") as tensors:
+        if name not in tensors.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
+            raise ContractError(f"{file}: no tensor {name}, which the head borrows")
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor

@@ -1,0 +1,399 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer over three fused target states, fed its own output.
+
+Tensor names and maths are those that serving engines load. Slot t holds the target's states at
+position t and the embedding of token t + 1, has rotary position t, and predicts token t + 2. At
+unroll step i the same slot holds the head's own output of step i - 1 and token t + 1 + i, has
+position t + i, and predicts token t + 2 + i. A draft node of depth i is that very computation.
+
+Shapes: B batch, T positions, D width, V vocabulary, Vd draft vocabulary, L captured layers,
+M supervised positions of one depth, m draft nodes, d head width.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, initialization
+
+from drafthead.heads.base import (
+    DraftHead,
+    HeadSettings,
+    HeadState,
+    Prediction,
+    TeacherBatch,
+    register,
+)
+from drafthead.heads.blocks import (
+    Attention,
+    Eagle3Layer,
+    GatedMLP,
+    RMSNorm,
+    Rotary,
+    active_slots,
+    take_slots,
+    unroll_attention,
+)
+from drafthead.heads.borrowed import Borrowed, borrow
+from drafthead.heads.contract import Contract
+from drafthead.heads.memory import LayerMemory
+from drafthead.heads.vocabulary import check_maps, ids_of, maps_of
+
+logger = logging.getLogger(__name__)
+
+
+@register("eagle3")
+class Eagle3Settings(HeadSettings):
+    """What a user chooses about an EAGLE-3 head."""
+
+    type: Literal["eagle3"] = "eagle3"
+    unroll_steps: int = Field(default=3, ge=1)
+    layers: tuple[int, ...] | None = None
+    """Captured states, ascending ids of the contract's convention; None = (2, n // 2, n - 3)."""
+    draft_vocab_size: int | None = Field(default=16384, ge=1)
+    """Tokens that can be proposed; None = all of the target's."""
+    norm_features: bool = True
+    """Norm each captured state before it is fused (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Feed the next step the output after the final norm (EAGLE-3.1) instead of before it."""
+    own_rows: bool = False
+    """Train output rows of its own, started from the target's; otherwise they are borrowed."""
+    start_logit_scale: float = Field(default=0.3, gt=0)
+    """First weight of the final norm over the target's: below 1 the first guesses are modest."""
+    feature_loss: float = Field(default=0.0, ge=0)
+    """Weight of a smooth-L1 loss between the normed output and the target's state."""
+    rope_theta: float | None = Field(default=None, gt=0)
+    """Rotary base of the draft layer; None = the target's, or 10,000 where it has none."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width inside the draft layer's MLP; None = the target's."""
+
+    def build(
+        self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
+    ) -> Eagle3Head:
+        vocab_size = contract.vocab_size
+        size = vocab_size if draft_ids is None else draft_ids.shape[0]
+        asked = vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        if size != asked:
+            raise ValueError(
+                f"head.draft_vocab_size: {asked} tokens asked for, the vocabulary given has {size} "
+                f"of {vocab_size}: make it anew or change the setting"
+            )
+        if self.layers is not None and self.layers != contract.layers:
+            raise ValueError(f"head.layers: {self.layers} asked for, not {contract.layers}")
+        head = Eagle3Head(Eagle3Config.of(self, contract, target, size))
+        if draft_ids is not None and size < vocab_size:
+            d2t, t2d = maps_of(draft_ids, vocab_size)
+            head.d2t.copy_(d2t)
+            head.t2d.copy_(t2d)
+        head.starts_at_bind = True
+        return head
+
+
+class Eagle3Config(PreTrainedConfig):
+    """Geometry of the draft layer, written in full, beside the settings and the contract."""
+
+    model_type = "drafthead_eagle3"
+
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 0
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 2048
+    rope_parameters: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    settings: dict[str, Any] | None = None
+    contract: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls, settings: Eagle3Settings, contract: Contract, target: PreTrainedConfig, size: int
+    ) -> Eagle3Config:
+        """Take the target's geometry; ValueError where it has no number for a needed field."""
+        text = target.get_text_config()
+        heads = text.num_attention_heads
+        inner = settings.intermediate_size or _optional(text, "intermediate_size")
+        if not isinstance(inner, int):
+            raise ValueError(
+                f"head.intermediate_size: target {contract.model_type} has no single value; set it"
+            )
+        return cls(
+            vocab_size=contract.vocab_size,
+            draft_vocab_size=size,
+            hidden_size=contract.hidden_size,
+            intermediate_size=inner,
+            num_attention_heads=heads,
+            num_key_value_heads=_optional(text, "num_key_value_heads") or heads,
+            head_dim=_optional(text, "head_dim") or contract.hidden_size // heads,
+            rms_norm_eps=float(_optional(text, "rms_norm_eps") or 1e-6),
+            max_position_embeddings=text.max_position_embeddings,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": settings.rope_theta or _rope_theta(text),
+            },
+            settings=settings.model_dump(mode="json"),
+            contract=contract.model_dump(mode="json"),
+        )
+
+
+def _optional(text: PreTrainedConfig, name: str) -> Any:
+    """Read a field that only some model types have; None for the others."""
+    return getattr(text, name, None)
+
+
+def _rope_theta(text: PreTrainedConfig) -> float:
+    """Find the base of a target's full attention; its scaling is not taken over."""
+    parameters = _optional(text, "rope_parameters") or {}
+    nested = parameters.get("full_attention")
+    return float((nested or parameters).get("rope_theta") or 10_000.0)
+
+
+class Eagle3Head(DraftHead):
+    """See the module docstring. The stored tensors are exactly those of the published layout."""
+
+    config_class = Eagle3Config
+    config: Eagle3Config
+    settings: Eagle3Settings
+    base_model_prefix = ""
+
+    d2t: Tensor
+    t2d: Tensor
+    embedding: Tensor | None
+    rows: Tensor | None
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        if config.contract is None or config.settings is None:
+            raise ValueError("head config: no contract or settings; was it written by drafthead?")
+        self.contract = Contract.model_validate(config.contract)
+        self.settings = Eagle3Settings.model_validate(config.settings)
+        width, eps, size = config.hidden_size, config.rms_norm_eps, config.draft_vocab_size
+        captured = self.contract.layers
+        if self.settings.norm_features:
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in captured)
+        self.fc = nn.Linear(len(captured) * width, width, bias=False)
+        inner, activation = config.intermediate_size, config.hidden_act
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        layer = Eagle3Layer(width, inner, heads, kv_heads, config.head_dim, eps, activation)
+        self.layers = nn.ModuleList([layer])
+        self.norm = RMSNorm(width, eps)
+        if self.settings.own_rows:
+            self.lm_head = nn.Linear(width, size, bias=False)
+        self.reduced = size < config.vocab_size
+        if self.reduced:
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.register_buffer("embedding", None, persistent=False)
+        self.register_buffer("rows", None, persistent=False)
+        self._rotary = Rotary(config.head_dim, config.rope_parameters or {})
+        self._warned = False
+        self.starts_at_bind = False
+        """True for an untrained head: `bind` also sets its first output weights."""
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        # Two branches write to the residual stream; together they start at the size of one.
+        std = self.config.initializer_range * 2**-0.5
+        if isinstance(module, Attention):
+            initialization.normal_(module.o_proj.weight, std=std)
+        elif isinstance(module, GatedMLP):
+            initialization.normal_(module.down_proj.weight, std=std)
+
+    # What is borrowed, and the draft vocabulary
+
+    def bind(self, source: PreTrainedModel | Path, check: bool = True) -> None:
+        """Borrow from a live target or its folder, in the dtype that the head computes in.
+
+        `check=False` accepts another target of equal shape: harmless, but drafts may be useless.
+        """
+        if self.reduced:
+            check_maps(self.d2t, self.t2d)
+        borrowed = borrow(source, self.contract, self.draft_ids if self.reduced else None, check)
+        device, dtype = self.fc.weight.device, self._compute_dtype()
+        self.embedding = borrowed.embedding.to(device, dtype)
+        same = borrowed.rows is borrowed.embedding
+        self.rows = self.embedding if same else borrowed.rows.to(device, dtype)
+        if self.starts_at_bind:
+            self._start(borrowed)
+            self.starts_at_bind = False
+
+    @torch.no_grad()
+    def _start(self, borrowed: Borrowed) -> None:
+        scale = self.settings.start_logit_scale
+        if borrowed.norm is None:
+            self.norm.weight.fill_(scale)
+        else:
+            self.norm.weight.copy_(borrowed.norm * scale)
+        if self.settings.own_rows:
+            self.lm_head.weight.copy_(borrowed.rows)
+
+    def _bound(self) -> tuple[Tensor, Tensor]:
+        if self.embedding is None or self.rows is None:
+            raise ValueError(
+                f"head of {self.contract.target!r} is not bound: call bind(target) before a forward"
+            )
+        return self.embedding, self.rows
+
+    def _compute_dtype(self) -> torch.dtype:
+        device = self.fc.weight.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.fc.weight.dtype
+
+    @property
+    def draft_ids(self) -> Tensor:
+        if self.reduced:
+            return ids_of(self.d2t)
+        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+
+    def in_vocabulary(self, ids: Tensor) -> Tensor:
+        """Target ids → bool of the same shape: True where the head can propose the token."""
+        return self.t2d[ids] if self.reduced else torch.ones_like(ids, dtype=torch.bool)
+
+    def teacher_logits(self, last_hidden: Tensor) -> Tensor:
+        rows = self._bound()[1]
+        return self.contract.transform(F.linear(last_hidden.to(rows.dtype), rows))
+
+    # The parts that training and decoding share
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return layer
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        """(B, n, L * D) captured states → (B, n, D)."""
+        features = features.to(self._compute_dtype())
+        if self.settings.norm_features:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = torch.cat(normed, dim=-1)
+        out: Tensor = self.fc(features)
+        return out
+
+    def _fed_back(self, outputs: Tensor) -> Tensor:
+        """The layer's output → what the next step reads as hidden; both (…, D)."""
+        return self.norm(outputs) if self.settings.norm_output else outputs
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        """(…, D) after the final norm → (…, Vd)."""
+        if self.settings.own_rows:
+            return self.contract.transform(self.lm_head(normed))
+        return self.teacher_logits(normed)
+
+    # Training
+
+    def unroll(self, batch: TeacherBatch, steps: int) -> Iterator[Prediction]:
+        """See the base class. Only slots with a label at some depth go beyond the first keys."""
+        embedding, layer = self._bound()[0], self.layer
+        T = batch.ids.shape[1]
+        padded = F.pad(batch.mask, (0, steps + 1))
+        labelled = [padded[:, 2 + i : 2 + i + T] for i in range(steps)]  # slot t predicts t + 2 + i
+        slots = active_slots(torch.stack(labelled).any(0))  # (B, m)
+        n = int(slots.max()) + 1 if slots.numel() else 0
+        cos, sin = self._rotary.tables(T + steps, embedding.device, self._compute_dtype())
+        hidden = self._fuse(batch.features[:, :n])
+        x = layer.inputs(F.embedding(batch.ids[:, 1 : 1 + n], embedding), hidden)
+        keys, values = ([kv] for kv in layer.keys_values(x, cos[:n], sin[:n]))
+        hidden, x = take_slots(hidden, slots), take_slots(x, slots)
+        for i in range(steps):
+            turns = cos[slots + i][:, None], sin[slots + i][:, None]
+            if i > 0:
+                tokens = batch.ids.gather(1, (slots + 1 + i).clamp(max=T - 1))
+                x = layer.inputs(F.embedding(tokens, embedding), hidden)
+                key, value = layer.keys_values(x, *turns)
+                keys.append(key)
+                values.append(value)
+            attended = unroll_attention(layer.queries(x, *turns), keys, values, slots)
+            outputs = layer.finish(attended, hidden)
+            rows, at = labelled[i].gather(1, slots).nonzero(as_tuple=True)
+            normed = self.norm(outputs[rows, at])
+            teacher = rows * T + slots[rows, at] + 1 + i
+            yield Prediction(self._logits(normed), teacher, self._auxiliary(batch, normed, teacher))
+            hidden = self._fed_back(outputs)
+
+    def _auxiliary(self, batch: TeacherBatch, normed: Tensor, teacher: Tensor) -> dict[str, Tensor]:
+        weight = self.settings.feature_loss
+        if not weight:
+            return {}
+        truth = batch.last_hidden.flatten(0, 1)[teacher].float()
+        loss = F.smooth_l1_loss(normed.float(), truth, reduction="none").mean(-1)
+        return {"regression": weight * loss}
+
+    # Decoding
+
+    @torch.no_grad()
+    def open(self, batch: int, capacity: int) -> LayerMemory:
+        config, device = self.config, self._bound()[0].device
+        if capacity > config.max_position_embeddings and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the draft layer was made for %d positions and may now see %d: drafts may get "
+                "worse there, the text stays the target's",
+                config.max_position_embeddings,
+                capacity,
+            )
+        heads, head_dim, width = config.num_key_value_heads, config.head_dim, config.hidden_size
+        dtype = self._compute_dtype()
+        return LayerMemory(batch, capacity, heads, head_dim, width, device, dtype)
+
+    @torch.no_grad()
+    def extend(
+        self, state: HeadState, features: Tensor, next_ids: Tensor, counts: Tensor
+    ) -> Tensor:
+        assert isinstance(state, LayerMemory)
+        embedding, _ = self._bound()
+        layer, row = self.layer, state.row
+        positions = state.next_positions(next_ids.shape[1])
+        hidden = self._fuse(features)
+        x = layer.inputs(F.embedding(next_ids, embedding), hidden)
+        state.commit(*layer.keys_values(x, *self._turns(state, positions)), counts.tolist())
+
+        # Earlier slots gave their keys and values; only the last one is asked for an output.
+        counts = counts.to(row.device)[:, None]
+        last = (counts - 1).clamp(min=0)
+        query = layer.queries(x[row, last], *self._turns(state, positions[row, last]))
+        outputs = layer.finish(state.attend_committed(query), hidden[row, last])
+        outputs = torch.where(counts[:, None] > 0, outputs, state.outputs[:, :1])
+        state.start_round(outputs)
+        return self._logits(self.norm(outputs[:, 0]))
+
+    @torch.no_grad()
+    def expand(self, state: HeadState, ids: Tensor, parents: Tensor) -> Tensor:
+        assert isinstance(state, LayerMemory)
+        embedding, _ = self._bound()
+        layer, parents = self.layer, parents.to(ids.device)
+        above, positions = state.below(parents)
+        hidden = self._fed_back(above)
+        turns = self._turns(state, positions)
+        x = layer.inputs(F.embedding(ids, embedding), hidden)
+        attended = state.add(layer.queries(x, *turns), *layer.keys_values(x, *turns), parents)
+        outputs = layer.finish(attended, hidden)
+        state.finish(outputs)
+        return self._logits(self.norm(outputs))
+
+    def _turns(self, state: LayerMemory, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, n) positions → cos and sin, (B, 1, n, d)."""
+        cos, sin = self._rotary.tables(state.capacity, positions.device, state.keys.dtype)
+        # Beyond it there is only padding, or a draft that `write_rows` refuses.
+        positions = positions.clamp(max=state.capacity - 1)
+        return cos[positions][:, None], sin[positions][:, None]
+
+
+AutoConfig.register(Eagle3Config.model_type, Eagle3Config)
+AutoModel.register(Eagle3Config, Eagle3Head)

@@ -1,0 +1,167 @@
+"""One evaluation as a whole: load target and head, read prompts, measure, compare in fp32.
+
+What the command and the demo share above `evaluate`, which measures drafters that exist already.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafthead.data.chat import ChatFormat
+from drafthead.data.conversations import Message, Prompt, read_prompts
+from drafthead.data.embedded import sample_path
+from drafthead.heads import load_head
+from drafthead.heads.base import DraftHead
+from drafthead.inference.drafters import Drafter, HeadDrafter, LookupDrafter, MergedDrafter
+from drafthead.inference.evaluate import (
+    PLAIN,
+    Answer,
+    Settings,
+    evaluate,
+    identity,
+    plain_record,
+    record,
+)
+from drafthead.inference.simulate import simulate
+from drafthead.inference.target import Target, load_target
+from drafthead.inference.tree import Shape
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to evaluate."""
+
+    head: Path
+    target: str
+    dtype: str
+    prompts: tuple[str, ...] = ("samples/test",)
+    """Prompt files; `samples/NAME` is an embedded one."""
+    trees: tuple[str, ...] = ("chain:3",)
+    """The head drafts with each; the first also serves in the merged drafter."""
+    limit: int | None = None
+    """Most prompts, taken from the categories in turn."""
+    identity: int = 4
+    """Prompts on which every drafter is compared with plain decoding in float32."""
+    identity_tokens: int = 32
+    settings: Settings = field(default_factory=Settings)
+
+
+def compare(
+    asked: Comparison,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    stage: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measure; `records` by drafter name, the agreement of simulated and decoded tau, settings,
+    versions."""
+    shapes = [Shape.parse(tree) for tree in asked.trees]
+    prompts = [p for name in asked.prompts for p in read_prompts(_prompt_file(name))[0]]
+    prompts = spread(prompts, asked.limit or len(prompts))
+    target = load_target(asked.target, asked.dtype)
+    head = bound_head(asked.head, target)
+    drafters = line_up(head, shapes)
+    answers = evaluate(target, prompts, drafters, asked.settings, progress=progress)
+    result: dict[str, Any] = {}
+    chain = next((n for n, s in zip(_names(shapes), shapes, strict=True) if s.is_chain), None)
+    if chain and asked.settings.temperature == 0:
+        depth = next(s.depth for s in shapes if s.is_chain)
+        told = simulate(head, target, [(a.ids, a.prompt_length) for a in answers[chain]], depth)
+        result |= {"simulated_tau": told.tau, "simulated_tau_interval": list(told.tau_interval)}
+    sample = _text(target, answers[PLAIN][0])
+    del target, head, drafters  # before the float32 copies are made
+    same: dict[str, dict[str, Any]] = {}
+    if asked.identity:
+        stage("comparing with plain decoding in float32")
+        same = _identity(asked, shapes, prompts[: asked.identity])
+    return result | {
+        "records": records_of(answers, same),
+        "prompts": len(prompts),
+        "new_tokens": asked.settings.max_new_tokens,
+        "settings": asdict(asked.settings),
+        "trees": [str(shape) for shape in shapes],
+        "dtype": asked.dtype,
+        "sample": sample,
+        "versions": versions(),
+    }
+
+
+def _identity(
+    asked: Comparison, shapes: Sequence[Shape], prompts: Sequence[Prompt]
+) -> dict[str, dict[str, Any]]:
+    target = load_target(asked.target, "float32")
+    assert target.tokenizer is not None
+    chat = ChatFormat(target.tokenizer)
+    ids = [chat.prompt_ids([Message("user", p.turns[0])]) for p in prompts]
+    settings = Settings(**{**vars(asked.settings), "max_new_tokens": asked.identity_tokens})
+    return identity(target, ids, line_up(bound_head(asked.head, target), shapes), settings)
+
+
+def line_up(head: DraftHead, shapes: Sequence[Shape]) -> dict[str, Drafter]:
+    """The drafters of a report, separately, so that the head is not credited with the lookup's
+    gain."""
+    heads: dict[str, Drafter] = {
+        name: HeadDrafter(head, shape) for name, shape in zip(_names(shapes), shapes, strict=True)
+    }
+    hit = LookupDrafter(length=5, longest=3, shortest=3)
+    merged = MergedDrafter(hit, HeadDrafter(head, shapes[0]))
+    return {"lookup": LookupDrafter(length=4, longest=3, shortest=2), **heads, "merged": merged}
+
+
+def _names(shapes: Sequence[Shape]) -> list[str]:
+    return ["head"] if len(shapes) == 1 else [f"head {shape}" for shape in shapes]
+
+
+def bound_head(folder: Path, target: Target) -> DraftHead:
+    """Load a head in the target's dtype and bind it; a head made for another target is refused."""
+    head = load_head(folder, target.dtype)
+    head.bind(target.model)
+    return head
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts, taken from the categories in turn, in the order given."""
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    ranks = max(map(len, by_category.values()))
+    turns = [c[i] for i in range(ranks) for c in by_category.values() if i < len(c)]
+    return turns[:count]
+
+
+def records_of(
+    answers: Mapping[str, Sequence[Answer]], same: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Records by drafter name, plain first."""
+    plain = answers[PLAIN]
+    table: dict[str, Any] = {PLAIN: plain_record(plain)}
+    for name, given in answers.items():
+        if name != PLAIN:
+            table[name] = record(name, given, plain, same.get(name))
+    return table
+
+
+def versions() -> dict[str, str]:
+    """What the figures were measured with."""
+    packages = ("drafthead", "torch", "transformers", "accelerate")
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        **{name: version(name) for name in packages},
+    }
+
+
+def _prompt_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    return sample_path(name) if name.startswith("samples/") and not path.is_file() else path
+
+
+def _text(target: Target, given: Answer) -> str:
+    assert target.tokenizer is not None
+    return str(target.tokenizer.decode(given.new_ids, skip_special_tokens=True))

@@ -1,0 +1,130 @@
+"""Acceptance, defined once: what training, evaluation, decoding and the model card all report.
+
+A *round* is one verifying target forward (a prefill is none; a round without a draft counts).
+
+- survival s_k: share of rounds in which the first k drafted tokens (of the accepted branch) were
+  all accepted;
+- conditional a_k = s_k / s_{k-1}, with s_0 = 1;
+- tau: tokens emitted per round, the target's own included: tau = 1 + sum_k s_k - cut, where
+  cut is what stop tokens and limits removed, per round;
+- all are means over rounds (micro), with a bootstrap interval over prompts.
+
+Figures on given text, without decoding, are *simulated* and carry that word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from drafthead.inference.tree import Tree
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one verifying forward came to, for one row."""
+
+    drafted: int
+    """Nodes verified beside the root."""
+    accepted: int
+    """Nodes kept, which is also how deep the accepted branch is."""
+    emitted: int
+    """Tokens added to the text: accepted + 1, less what a stop or limit cut."""
+    source: str = ""
+    """Which drafter made the draft; empty where nothing was drafted."""
+
+    @classmethod
+    def of(cls, tree: Tree, accepted: int, emitted: int) -> Round:
+        return cls(len(tree), accepted, emitted, tree.source if len(tree) else "")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The figures of a set of rounds."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    emitted: int
+    tau: float
+    tau_interval: tuple[float, float]
+    """95 % bootstrap interval over prompts."""
+    cut: float
+    """Tokens per round removed by stop tokens and limits."""
+    survival: tuple[float, ...]
+    conditional: tuple[float, ...]
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted per drafted (verified) token."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def survival(accepted: Sequence[int], rounds: int) -> tuple[float, ...]:
+    """s_1, s_2, … up to the deepest accepted token."""
+    depth = np.asarray(accepted, dtype=int)
+    deepest = int(depth.max(initial=0))
+    return tuple(float((depth >= k).sum()) / rounds for k in range(1, deepest + 1))
+
+
+def conditional(survivals: Sequence[float]) -> tuple[float, ...]:
+    """a_k = s_k / s_{k-1}; their running product is the survival again."""
+    before = (1.0, *survivals)[: len(survivals)]
+    return tuple(s / b if b else 0.0 for s, b in zip(survivals, before, strict=True))
+
+
+def acceptance(
+    prompts: Sequence[Sequence[Round]], *, resamples: int = 1000, seed: int = 0
+) -> Acceptance:
+    """Figures of the rounds of each prompt. Raises ValueError where no round was made."""
+    rounds = [r for prompt in prompts for r in prompt]
+    if not rounds:
+        raise ValueError("no round was decoded: ask for at least 2 new tokens per prompt")
+    s = survival([r.accepted for r in rounds], len(rounds))
+    emitted, accepted = sum(r.emitted for r in rounds), sum(r.accepted for r in rounds)
+    counts = np.array([[sum(r.emitted for r in p), len(p)] for p in prompts if p], dtype=float)
+    return Acceptance(
+        rounds=len(rounds),
+        drafted=sum(r.drafted for r in rounds),
+        accepted=accepted,
+        emitted=emitted,
+        tau=emitted / len(rounds),
+        tau_interval=bootstrap_ratio(counts, resamples=resamples, seed=seed),
+        cut=(accepted + len(rounds) - emitted) / len(rounds),
+        survival=s,
+        conditional=conditional(s),
+    )
+
+
+def bootstrap_ratio(
+    counts: np.ndarray[tuple[int, int], np.dtype[np.float64]], *, resamples: int, seed: int
+) -> tuple[float, float]:
+    """95 % percentile interval of sum(counts[:, 0]) / sum(counts[:, 1]) under resampling of rows
+    (prompts)."""
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(counts), size=(resamples, len(counts)))
+    sums = counts[picks].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
+    return float(low), float(high)
+
+
+def walk_rounds(
+    matches: np.ndarray[tuple[int, int], np.dtype[np.bool_]], start: int, tokens: int
+) -> list[int]:
+    """Simulate the chain rounds of one text: accepted depths, round by round.
+
+    matches (S, K): whether the draft begun in round slot s agrees with the text at depth k; `start`
+    is the first round's slot and `tokens` how many tokens of text the rounds emit in all. A round
+    that accepts a tokens emits a + 1 and the next begins a + 1 slots on; the last is cut at the
+    text's end.
+    """
+    accepted: list[int] = []
+    slot, end = start, start + tokens
+    while slot < end:
+        run = matches[slot]
+        depth = int(run.argmin()) if not run.all() else len(run)
+        accepted.append(min(depth, end - slot - 1))
+        slot += depth + 1
+    return accepted

@@ -1,0 +1,273 @@
+"""Answers by the target itself: what a draft head should be trained on.
+
+Prompts are answered in a batch whose slots refill as rows end, each with its own keyed noise, so
+an answer depends on the seed and the prompt's place in the file, not on the batch (but for
+rounding in half precision). Finished
+conversations are appended to `OUT.part` at once; a later run with the same settings continues from
+there, and the complete file is sorted and renamed into place.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.chat import ChatFormat
+from drafthead.data.conversations import Message, Prompt
+from drafthead.inference.decoder import Decoder, Row
+from drafthead.inference.noise import Noise
+from drafthead.inference.sampling import Sampler, Warps
+from drafthead.inference.target import Target
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How answers are drawn; recorded with them."""
+
+    temperature: float = 0.7
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    seed: int = 0
+    batch: int = 32
+    keep_loops: bool = False
+    """Keep answers that end in a degenerate loop; otherwise the conversation is dropped and
+    counted."""
+
+
+@dataclass
+class _Talk:
+    """One conversation under way."""
+
+    index: int
+    prompt: Prompt
+    messages: list[Message]
+    row: Row | None = None
+    finish: str = ""
+    tokens: int = 0
+
+
+@dataclass
+class Report:
+    """What came of the prompts."""
+
+    written: int = 0
+    new_tokens: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+def regenerate(
+    target: Target,
+    prompts: Sequence[Prompt],
+    out: Path,
+    answering: Answering,
+    template_kwargs: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Answer all turns of all prompts and write conversations as JSON lines (gzip if `out` ends in
+    .gz).
+
+    Raises ValueError where a part file was made with other settings.
+    """
+    assert target.tokenizer is not None
+    chat = ChatFormat(target.tokenizer, template_kwargs)
+    part = _Part(out, answering, prompts)
+    waiting = deque(
+        _Talk(i, p, _opening(p)) for i, p in enumerate(prompts) if p.id not in part.finished
+    )
+    session = _Session(target, chat, answering, longest_context(target, chat, prompts, answering))
+    while waiting or session.busy:
+        for talk in session.step(waiting):
+            part.add(talk, answering)
+            progress(len(part.finished), len(prompts))
+    return part.close([p.id for p in prompts])
+
+
+def longest_context(
+    target: Target, chat: ChatFormat, prompts: Sequence[Prompt], answering: Answering
+) -> int:
+    """Most tokens any conversation can come to, within the target's context."""
+    longest = 0
+    for prompt in prompts:
+        turns = [Message("user", turn) for turn in prompt.turns]
+        user = sum(len(chat.prompt_ids([turn])) for turn in turns)
+        longest = max(longest, user + len(turns) * (answering.max_new_tokens + 8))
+    return min(longest, target.context)
+
+
+class _Session:
+    """The batch: slots, what runs in them, and refilling."""
+
+    def __init__(
+        self, target: Target, chat: ChatFormat, answering: Answering, capacity: int
+    ) -> None:
+        self.target, self.chat, self.answering, self.capacity = target, chat, answering, capacity
+        batch = answering.batch
+        if answering.temperature == 0:
+            self.sampler = Sampler()
+        else:
+            warps = Warps.of(answering.temperature, top_p=answering.top_p)
+            self.sampler = Sampler(warps, [self._noise(slot) for slot in range(batch)])
+        self.decoder = Decoder(target, self.sampler, batch=batch, capacity=capacity)
+        self.talks: list[_Talk | None] = [None] * batch
+        generation = target.model.generation_config
+        ends = generation.eos_token_id if generation else None
+        self.ends = frozenset([ends] if isinstance(ends, int) else ends or [])
+
+    def _noise(self, stream: int) -> Noise:
+        return Noise(self.answering.seed, stream, self.target.vocab_size, self.target.device)
+
+    @property
+    def busy(self) -> bool:
+        return any(talk is not None for talk in self.talks)
+
+    def step(self, waiting: deque[_Talk]) -> list[_Talk]:
+        """Fill free slots, run one round, and return the conversations that ended."""
+        ended = []
+        for slot, talk in enumerate(self.talks):
+            while talk is None and waiting:
+                talk = waiting.popleft()
+                if not self._begin(slot, talk):
+                    ended.append(talk)
+                    talk = None
+            self.talks[slot] = talk
+        if self.decoder.running:
+            self.decoder.round()
+        for slot, talk in enumerate(self.talks):
+            if (
+                talk is not None
+                and talk.row is not None
+                and talk.row.done
+                and self._answered(slot, talk)
+            ):
+                ended.append(talk)
+                self.talks[slot] = None
+                self.decoder.rows[slot] = None
+        return ended
+
+    def _begin(self, slot: int, talk: _Talk) -> bool:
+        """Start the next turn's answer; False where the conversation no longer fits."""
+        ids = self.chat.prompt_ids(talk.messages)
+        limit = min(self.answering.max_new_tokens, self.capacity - len(ids))
+        if limit < 1:
+            talk.finish = "too long"
+            return False
+        if self.sampler.noise is not None:
+            self.sampler.noise[slot] = self._noise(talk.index)
+        talk.row = Row(ids, len(ids), limit, self._stop)
+        self.decoder.start(slot, talk.row)
+        return True
+
+    def _stop(self, ids: Sequence[int]) -> bool:
+        return ids[-1] in self.ends or (len(ids) % 16 == 0 and loops(ids))
+
+    def _answered(self, slot: int, talk: _Talk) -> bool:
+        """Take a finished answer; True when the conversation is over, else its next turn begins."""
+        assert talk.row is not None
+        new = talk.row.new_ids
+        ended = new[-1] in self.ends
+        talk.tokens += len(new)
+        talk.finish = "stop" if ended else "loop" if loops(talk.row.ids) else "length"
+        text = self.chat.tokenizer.decode(new[:-1] if ended else new)
+        talk.messages.append(Message("assistant", str(text)))
+        turns = [m for m in talk.messages if m.role == "user"]
+        if talk.finish != "stop" or len(turns) == len(talk.prompt.turns):
+            return True
+        talk.messages.append(Message("user", talk.prompt.turns[len(turns)]))
+        return not self._begin(slot, talk)
+
+
+def loops(ids: Sequence[int], longest: int = 40, copies: int = 4, least: int = 48) -> bool:
+    """Whether a sequence ends in a loop: one run of at most `longest` tokens, at least `copies`
+    times and `least` tokens."""
+    for period in range(1, longest + 1):
+        span = max(copies * period, least)
+        if span <= len(ids):
+            tail = ids[len(ids) - span :]
+            if tail[period:] == tail[:-period]:
+                return True
+    return False
+
+
+class _Part:
+    """The growing part file: a header line with the settings, then one conversation a line."""
+
+    def __init__(self, out: Path, answering: Answering, prompts: Sequence[Prompt]) -> None:
+        self.out = out
+        self.path = out.with_name(out.name + ".part")
+        self.report = Report()
+        self.finished: dict[str, dict[str, Any] | None] = {}
+        named = hashlib.sha256(json.dumps([asdict(p) for p in prompts]).encode()).hexdigest()
+        header = {"answering": asdict(answering) | {"batch": None}, "prompts": named}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._resume(header)
+        else:
+            self.path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
+
+    def _resume(self, header: dict[str, Any]) -> None:
+        whole = self.path.read_text(encoding="utf-8").split("\n")
+        # A kill may have cut the last line: everything before the last line end is sound.
+        lines = [json.loads(line) for line in whole[:-1]]
+        if not lines or lines[0] != header:
+            raise ValueError(
+                f"{self.path} was begun with other prompts or settings: "
+                "remove it, or name another --out"
+            )
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        for line in lines[1:]:
+            self._count(line["id"], line["row"], line["finish"], line["tokens"])
+        log.info("%s: continuing after %d conversations", self.path, len(self.finished))
+
+    def _count(self, name: str, row: dict[str, Any] | None, finish: str, tokens: int) -> None:
+        self.finished[name] = row
+        self.report.new_tokens += tokens
+        if row is None:
+            self.report.skipped[finish] += 1
+        else:
+            self.report.written += 1
+
+    def add(self, talk: _Talk, answering: Answering) -> None:
+        dropped = talk.finish == "too long" or (talk.finish == "loop" and not answering.keep_loops)
+        answers = [m.content for m in talk.messages if m.role == "assistant"]
+        row = (
+            None
+            if dropped or not all(answers)
+            else {
+                "id": talk.prompt.id,
+                "category": talk.prompt.category,
+                "finish": talk.finish,
+                "messages": [{"role": m.role, "content": m.content} for m in talk.messages],
+            }
+        )
+        finish = "empty" if row is None and not dropped else talk.finish
+        line = {"id": talk.prompt.id, "finish": finish, "tokens": talk.tokens, "row": row}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        self._count(talk.prompt.id, row, finish, talk.tokens)
+
+    def close(self, order: Sequence[str]) -> Report:
+        """Write the complete file in the order of the prompts, rename it into place, drop the
+        part."""
+        self.file.close()
+        rows = [row for name in order if (row := self.finished[name]) is not None]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        ready = self.out.with_name(self.out.name + ".tmp")
+        ready.write_bytes(gzip.compress(text, mtime=0) if self.out.suffix == ".gz" else text)
+        ready.replace(self.out)
+        self.path.unlink()
+        return self.report
+
+
+def _opening(prompt: Prompt) -> list[Message]:
+    system = [Message("system", prompt.system)] if prompt.system else []
+    return [*system, Message("user", prompt.turns[0])]

@@ -1,0 +1,229 @@
+"""The frozen target: prefill, verify and features over an unmodified Hugging Face model.
+
+It knows nothing of drafters or rules. Captured layers follow one convention everywhere: id L is
+the residual stream entering layer L (so the output of layer L - 1), and id n, the number of
+layers, is what leaves the last layer before the final norm.
+
+Shapes: B batch, T positions, n tokens of one forward, D hidden width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from drafthead.heads.contract import Contract, check_layers, describe, logit_transform
+from drafthead.inference.store import Store
+from drafthead.inference.tree import Tree, ancestors, rows_of
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+ATTENTION = ("sdpa", "eager")
+"""Attention implementations whose 4-D masks are known to be right."""
+
+
+class UnsupportedTargetError(ValueError):
+    """The model cannot be decoded without loss here; the message names why."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one forward gives: logits (B, n, V), and captured features (B, n, L * D) if asked
+    for."""
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Target:
+    """A causal language model as the decoder sees it."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.vocab_size: int = self.config.vocab_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self._refuse_unsupported()
+        self._layers = _decoder_layers(model, self.num_layers)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def context(self) -> int:
+        """Most positions the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    def _refuse_unsupported(self) -> None:
+        name = self.config.model_type
+        attention = self.config._attn_implementation
+        if attention not in ATTENTION:
+            raise UnsupportedTargetError(
+                f"{name}: attention {attention!r} has no tree mask here; "
+                "load it with attn_implementation='sdpa'"
+            )
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        if not kinds <= {"full_attention"} or self.model._is_stateful:
+            other = ", ".join(sorted(kinds - {"full_attention"})) or "recurrent state"
+            raise UnsupportedTargetError(
+                f"{name}: {other} cannot be rolled back here; use a full-attention model"
+            )
+
+    def contract(
+        self, layers: Sequence[int], template_kwargs: Mapping[str, Any] | None = None
+    ) -> Contract:
+        """What a head that reads these layers must be able to rely on."""
+        return describe(self.model, self.tokenizer, tuple(layers), dict(template_kwargs or {}))
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """(…, D) states after the final norm → (…, V) logits, with the target's own scale and
+        cap."""
+        rows: nn.Module = self.model.get_output_embeddings()
+        return logit_transform(self.config)(rows(hidden))
+
+    # Decoding
+
+    def open(self, batch: int, capacity: int) -> Store:
+        """Make an empty store for `batch` rows of at most `capacity` tokens, draft nodes
+        included."""
+        return Store(self.num_layers, batch, capacity)
+
+    @torch.no_grad()
+    def prefill(
+        self, store: Store, row: int, ids: Sequence[int], layers: Sequence[int] = ()
+    ) -> Output:
+        """Run a prompt into one row and commit it: logits (1, 1, V) of the next token, features (1,
+        T, L * D)."""
+        store.clear(row)
+        store.rows = slice(row, row + 1)
+        store.check_room(len(ids))
+        tokens = torch.tensor([list(ids)], device=self.device)
+        positions = torch.arange(len(ids), device=self.device)[None]
+        with self._capture(layers) as captured:
+            logits = self.model(
+                tokens, position_ids=positions, cache=store, use_cache=True, logits_to_keep=1
+            ).logits
+        store.commit([range(len(ids))])
+        return Output(logits, torch.cat(captured, dim=-1) if captured else None)
+
+    @torch.no_grad()
+    def verify(
+        self, store: Store, roots: Sequence[int], trees: Sequence[Tree], layers: Sequence[int] = ()
+    ) -> Output:
+        """Run every row's root and tree in one forward; logits (B, n, V), row 0 the root's. Follow
+        with `store.commit`."""
+        store.rows = slice(0, store.batch)
+        tokens, depths = (t.to(self.device) for t in rows_of(trees, roots))
+        store.check_room(tokens.shape[1])
+        offsets = torch.tensor(store.offsets, device=self.device)
+        with self._capture(layers) as captured:
+            logits = self.model(
+                tokens,
+                attention_mask=self._mask(store.offsets, ancestors(trees)),
+                position_ids=offsets[:, None] + depths,
+                cache=store,
+                use_cache=True,
+            ).logits
+        return Output(logits, torch.cat(captured, dim=-1) if captured else None)
+
+    def _mask(self, offsets: Sequence[int], tree: Tensor) -> Tensor:
+        """(B, 1, n, S): committed slots of the row, then its tree's ancestors; bool for sdpa,
+        additive for eager."""
+        B, n, _ = tree.shape
+        mask = torch.zeros(B, 1, n, max(offsets) + n, dtype=torch.bool)
+        for row, offset in enumerate(offsets):
+            mask[row, :, :, :offset] = True
+            mask[row, :, :, offset : offset + n] = tree[row]
+        if self.config._attn_implementation == "eager":
+            additive = torch.zeros(mask.shape, dtype=self.dtype)
+            return additive.masked_fill_(~mask, torch.finfo(self.dtype).min).to(self.device)
+        return mask.to(self.device)
+
+    # Training
+
+    @torch.no_grad()
+    def states(self, ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Right-padded ids (B, T) → captured features (B, T, L * D) and the output rows' input (B,
+        T, D)."""
+        with self._capture(layers) as captured:
+            last = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        return torch.cat(captured, dim=-1), last
+
+    @contextmanager
+    def _capture(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Collect the states of these layer ids during one forward, in the order given
+        (ascending)."""
+        captured: list[Tensor] = []
+        if not layers:
+            yield captured
+            return
+        check_layers(layers, self.num_layers)
+
+        def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
+            captured.append(output[0] if isinstance(output, tuple) else output)
+
+        handles = [self._layers[layer - 1].register_forward_hook(keep) for layer in layers]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    """The model's decoder layers: the one list of modules with as many entries as the config
+    says."""
+    lists = [
+        m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == count
+    ]
+    if not lists:
+        raise UnsupportedTargetError(
+            f"{model.config.model_type}: no list of {count} decoder layers found"
+        )
+    return lists[0]
+
+
+def serving_dtype() -> str:
+    """bfloat16 where this machine computes in it, else float32."""
+    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "bfloat16"
+    return "float32"
+
+
+def load_target(name: str | Path, dtype: str = "float32", revision: str | None = None) -> Target:
+    """Load model and tokenizer of a folder or Hub id; a missing one is one line."""
+    path = str(name)
+    if not Path(path).is_dir() and ("/" not in path or path.startswith((".", "/", "~"))):
+        raise FileNotFoundError(
+            f"target {path!r}: no such folder, and not a Hub id (ORG/NAME); "
+            "`drafthead fetch-demo DIR` makes the embedded one"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), revision=revision, attn_implementation="sdpa"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    except OSError as error:
+        raise OSError(f"target {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return Target(model, tokenizer)

@@ -1,0 +1,113 @@
+"""Settings: presets load, typos are named with their path, overrides pass the same checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import drafthead.heads  # noqa: F401  registers the built-in heads
+from drafthead import configs
+from drafthead.heads.base import settings_class
+from drafthead.train.config import ConfigError, RunConfig, data_path, load_config
+
+PRESETS = sorted((Path(configs.__file__).parent / "heads").rglob("*.yaml"))
+TEXT = """
+data:
+  train: chats.jsonl
+head:
+  type: eagle3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_there_are_presets() -> None:
+    assert len(PRESETS) >= 1
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_every_preset_loads_by_path_and_by_name_and_starts_with_its_command(path: Path) -> None:
+    assert load_config(path) == load_config(path.stem)
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert path.stem in first
+
+
+def test_defaults_and_overrides(file: Path) -> None:
+    config = load_config(file, ["optimiser.lr=1e-3", "training.max_steps=7", "data.heldout=[a,b]"])
+    assert config.optimiser.lr == 1e-3
+    assert config.training.max_steps == 7
+    assert config.training.epochs is None
+    assert config.data.train == ("chats.jsonl",)
+    assert config.data.heldout == ("a", "b")
+    assert type(config.head) is settings_class("eagle3")
+    assert load_config(file).training.epochs == 1
+
+
+def test_a_number_in_yaml_1_1_scientific_notation_is_a_number(file: Path) -> None:
+    file.write_text(TEXT + "optimiser:\n  lr: 3e-4\n")
+    assert load_config(file).optimiser.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("head.unrol_steps=2", "head.unrol_steps: unknown setting; did you mean 'unroll_steps'?"),
+        ("training.max_step=2", "training.max_step: unknown setting; did you mean 'max_steps'?"),
+        ("optimizer.lr=1", "optimizer: unknown setting; did you mean 'optimiser'?"),
+        ("zzz=1", "zzz: unknown setting"),
+        ("head.type=eagel3", "head.type: unknown head 'eagel3'; did you mean 'eagle3'?"),
+        ("training.accumulate=two", "training.accumulate: input should be a valid integer"),
+        ("training.precision=fp8", "training.precision: input should be 'auto', 'bf16' or 'fp32'"),
+        ("optimiser.lr=-1", "optimiser.lr: input should be greater than 0, not -1"),
+        ("optimiser.lr=nan", "optimiser.lr: input should be a finite number"),
+        ("head.unroll_steps=many", "head.unroll_steps: input should be a valid integer"),
+        ("training.max_steps", "'training.max_steps': an override is written a.b=c"),
+        ("head=eagle3", "head.type: missing"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_dotted_path(
+    file: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_field_a_missing_file_and_broken_yaml_are_one_line(
+    file: Path, tmp_path: Path
+) -> None:
+    file.write_text("head:\n  type: eagle3\ndata:\n  max_length: 100\n")
+    with pytest.raises(ConfigError, match=r"^data\.train: missing$"):
+        load_config(file)
+    file.write_text("head: [\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: .+") as caught:
+        load_config(file)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(FileNotFoundError, match=r"nothing\.yaml: no such config file"):
+        load_config(tmp_path / "nothing.yaml")
+    with pytest.raises(FileNotFoundError, match=r"no such config file.*known: "):
+        load_config("no-such-preset")
+    with pytest.raises(FileNotFoundError, match=r"chats\.jsonl: no such data file"):
+        data_path("chats.jsonl")
+
+
+def test_settings_are_frozen_and_round_trip_through_their_dump(file: Path) -> None:
+    config = load_config(file)
+    with pytest.raises(ValidationError):
+        config.training.seed = 3  # type: ignore[misc]
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_identity_changes_with_the_head_but_not_with_the_length_of_training(file: Path) -> None:
+    base = load_config(file).identity()
+    assert load_config(file, ["training.max_steps=9"]).identity() == base
+    assert load_config(file, ["head.unroll_steps=2"]).identity()["head"] != base["head"]

@@ -1,0 +1,103 @@
+"""The objective: which positions carry loss, what divides it, and that every depth learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import LAYERS, three_layers
+
+from drafthead.data.chat import Row
+from drafthead.heads.base import TeacherBatch, settings_class
+from drafthead.inference.target import Target
+from drafthead.train.objective import Objective, Outcome
+from drafthead.train.teacher import OnlineFeatures
+from drafthead.train.timing import Stopwatch
+
+SPAN = range(10, 15)
+
+
+def make_objective(target: Target, steps: int, draft_ids: torch.Tensor | None = None) -> Objective:
+    torch.manual_seed(0)
+    size = None if draft_ids is None else len(draft_ids)
+    settings = settings_class("eagle3").model_validate(
+        {"layers": LAYERS, "draft_vocab_size": size, "unroll_steps": steps}
+    )
+    head = settings.build(target.contract(LAYERS, {}), target.config, draft_ids)
+    head.bind(target.model)
+    return Objective(head, target.vocab_size, decay=0.8, bf16=False, watch=Stopwatch())
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(three_layers())
+
+
+@pytest.fixture
+def batch(target: Target) -> TeacherBatch:
+    """Twenty tokens, of which 10 to 14 are the assistant's."""
+    row = Row("a", list(range(20, 40)), [t in SPAN for t in range(20)])
+    return OnlineFeatures(target, [row], [(0,)], LAYERS).batch(0)
+
+
+def test_exactly_the_positions_whose_next_token_is_the_assistants_carry_loss(
+    target: Target, batch: TeacherBatch
+) -> None:
+    """F05: change the teacher at one position; the loss moves for labels 10 to 14 and no other."""
+    objective = make_objective(target, steps=1)
+    base = objective(batch, 1.0).loss
+    moved = []
+    for position in range(20):
+        last_hidden = batch.last_hidden.clone()
+        last_hidden[0, position] *= -1
+        if objective(replace(batch, last_hidden=last_hidden), 1.0).loss != base:
+            moved.append(position)
+    assert [position + 1 for position in moved] == list(SPAN)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_every_depth_counts_the_whole_answer_and_reaches_the_weights(
+    target: Target, batch: TeacherBatch, steps: int
+) -> None:
+    """F38."""
+    objective = make_objective(target, steps)
+    outcome: Outcome = objective(batch, 5.0)
+    assert outcome.sums[:, 2].tolist() == [5.0] * steps
+    assert outcome.sums[:, 3].tolist() == [5.0] * steps
+    weighted = sum(0.8**d * outcome.sums[d, 0] for d in range(steps)) / 5.0
+    torch.testing.assert_close(outcome.loss, weighted)
+    outcome.loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in objective.head.named_parameters()}
+    assert all(g is not None and g.abs().sum() > 0 for g in gradients.values()), gradients.keys()
+
+
+def test_choices_outside_the_draft_vocabulary_carry_no_loss_but_are_seen(
+    target: Target, batch: TeacherBatch
+) -> None:
+    top = batch.top[0, 9:14]
+    kept = torch.tensor(sorted({*range(50), *top[:2].tolist()} - set(top[2:].tolist())))
+    objective = make_objective(target, 2, kept)
+    covered = sum(int(choice) in set(kept.tolist()) for choice in top)
+    assert 0 < covered < 5
+    outcome: Outcome = objective(batch, 1.0)
+    assert int(objective.countable(batch).sum()) == covered
+    assert outcome.sums[0, 2:].tolist() == [covered, 5.0]
+
+
+def test_a_batch_with_nothing_supervised_is_zero_and_has_zero_gradient(
+    target: Target, batch: TeacherBatch
+) -> None:
+    objective = make_objective(target, 2)
+    loss = objective(replace(batch, mask=torch.zeros_like(batch.mask)), 1.0).loss
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0.0
+    for name, parameter in objective.head.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_bf16_computes_close_to_fp32(target: Target, batch: TeacherBatch) -> None:
+    wide = make_objective(target, 2)
+    narrow = Objective(wide.head, target.vocab_size, decay=0.8, bf16=True, watch=Stopwatch())
+    torch.testing.assert_close(narrow(batch, 5.0).loss, wide(batch, 5.0).loss, rtol=2e-2, atol=0.0)

@@ -1,0 +1,149 @@
+"""Resuming is exact (F30), and checkpoints are whole, portable and refused where they do not belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_head  # noqa: F401  registers itself
+import torch
+from runs import MakeConfig, events
+from safetensors.torch import load_file
+
+from drafthead.heads.contract import ContractError
+from drafthead.train.checkpoint import (
+    CheckpointError,
+    head_weights,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
+from drafthead.train.config import RunConfig
+from drafthead.train.loop import Tick, run
+
+
+class InterruptAt:
+    """A progress callback that presses Ctrl-C after so many micro-batches of training."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def __call__(self, tick: Tick) -> None:
+        if tick.phase == "train":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+def straight_and_cut(
+    make_config: MakeConfig, tmp_path: Path, cuts: list[int], **groups: Any
+) -> tuple[RunConfig, RunConfig]:
+    """Run once straight, and once interrupted after each of these counts of micro-batches."""
+    whole = make_config(out=str(tmp_path / "whole"), **groups)
+    cut = make_config(out=str(tmp_path / "cut"), **groups)
+    run(whole)
+    for index, batches in enumerate(cuts):
+        with pytest.raises(KeyboardInterrupt):
+            run(cut, resume=index > 0, progress=InterruptAt(batches))
+    run(cut, resume=True)
+    return whole, cut
+
+
+def assert_same_run(whole: RunConfig, cut: RunConfig) -> None:
+    left, right = events(whole.out), events(cut.out)
+    assert [e["step"] for e in right] == [e["step"] for e in left]
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"positions_per_s"}:
+            assert b[name] == pytest.approx(a[name], abs=1e-6), (a["step"], name)
+    first = load_checkpoint(whole.out / "checkpoints/last.safetensors")
+    second = load_checkpoint(cut.out / "checkpoints/last.safetensors")
+    assert first.updates == second.updates
+    for one, two in ((first.weights, second.weights), (first.moments, second.moments)):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("features", ["memory", "online"])
+def test_twelve_steps_equal_six_and_six_cut_mid_epoch_and_mid_accumulation(
+    make_config: MakeConfig, tmp_path: Path, features: str
+) -> None:
+    # 13 micro-batches after 6 steps of 2 and one half: the half is run again.
+    training = {"max_steps": 12, "accumulate": 2, "eval_every": 4, "features": features}
+    training |= {"precision": "fp32", "tokens_per_batch": 192}
+    whole, cut = straight_and_cut(make_config, tmp_path, [13], training=training)
+    assert_same_run(whole, cut)
+    assert len(events(whole.out)) == 12
+    assert len({e["epoch"] for e in events(whole.out)}) > 2
+    left, right = events(whole.out, "evaluation"), events(cut.out, "evaluation")
+    assert left == right
+
+
+def test_resuming_twice_and_with_a_head_that_draws_random_numbers(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    head = {"type": "toy", "dropout": 0.5, "unroll_steps": 2}
+    training = {"precision": "fp32", "tokens_per_batch": 192, "max_steps": 9}
+    whole, cut = straight_and_cut(make_config, tmp_path, [3, 2], head=head, training=training)
+    assert_same_run(whole, cut)
+
+
+def test_a_finished_run_is_not_run_over_and_an_absent_one_is_not_resumed(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config(training={"max_steps": 2})
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume"):
+        run(config, resume=True)
+    run(config)
+    before = (config.out / "checkpoints/last.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        run(config)
+    result = run(config, resume=True)
+    assert result.steps == 2
+    assert load_file(config.out / "checkpoints/last.safetensors").keys()
+    assert len(events(config.out)) == 2
+    assert len(before) == (config.out / "checkpoints/last.safetensors").stat().st_size
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_name(make_config: MakeConfig) -> None:
+    run(make_config(training={"max_steps": 2}))
+    with pytest.raises(CheckpointError, match="other settings of head;"):
+        run(make_config(training={"max_steps": 4}, head={"unroll_steps": 3}), resume=True)
+    with pytest.raises(CheckpointError, match=r"other settings of training\.seed;"):
+        run(make_config(training={"max_steps": 4, "seed": 1}), resume=True)
+
+
+def test_a_checkpoint_of_another_target_is_refused(make_config: MakeConfig) -> None:
+    config = make_config(training={"max_steps": 1})
+    run(config)
+    path = config.out / "checkpoints/last.safetensors"
+    checkpoint = load_checkpoint(path)
+    other = checkpoint.contract.model_copy(update={"fingerprint": "0" * 64})
+    with pytest.raises(ContractError, match="fingerprint"):
+        checkpoint.check(config.identity(), other, path)
+
+
+def test_a_checkpoint_that_is_not_finite_or_cannot_be_written_leaves_the_old_one(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """F26, F37."""
+    config = make_config(training={"max_steps": 1})
+    run(config)
+    path = config.out / "checkpoints/last.safetensors"
+    before = path.read_bytes()
+    checkpoint = load_checkpoint(path)
+    checkpoint.weights["fc.weight"].fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="is not finite"):
+        save_checkpoint(path, checkpoint)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
+    path.write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        load_checkpoint(path)
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    small, large = torch.nn.Linear(2, 2), torch.nn.Linear(3, 2)
+    with pytest.raises(CheckpointError, match="'weight'"):
+        load_weights(small, head_weights(large))

@@ -1,0 +1,254 @@
+"""What a training run is told: one frozen tree of settings, read from YAML plus `a.b=c` overrides.
+
+`RunConfig` only composes; a head's own settings are validated by the class its `type` names. The
+module opens no data file and knows no model: it says what was asked for, not whether it works.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from yaml import YAMLError
+
+from drafthead.data.embedded import preset_path, sample_path
+from drafthead.heads.base import HeadSettings, settings_class
+
+EMBEDDED = "embedded"
+"""Target name that stands for the model `drafthead fetch-demo` unpacks."""
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, missing or of the wrong kind; one line with its dotted path."""
+
+
+class Settings(BaseModel):
+    """Base of all groups: keyword-only, frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TargetConfig(Settings):
+    """Which frozen model the head is trained for."""
+
+    name: str = EMBEDDED
+    """Hub id, folder, or `embedded`."""
+    revision: str | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """`auto`: bfloat16 when the run computes in bf16, else float32."""
+
+
+class DataConfig(Settings):
+    """Which conversations, and how much of them."""
+
+    train: tuple[str, ...]
+    """Files of conversations; `samples/NAME` is an embedded one."""
+    heldout: tuple[str, ...] = ()
+    """Conversations that are only evaluated. Without any, the best checkpoint is the last one."""
+    max_length: int = Field(default=1024, ge=8)
+    """Longest row, in tokens; the rest of a conversation is cut off."""
+    template_kwargs: dict[str, Any] = {}
+    """Extra arguments of the chat template, as at serving time."""
+    positions: int | None = Field(default=None, ge=1)
+    """Use only the first training rows with this many token positions together."""
+    heldout_positions: int | None = Field(default=None, ge=1)
+    """The same for held-out rows."""
+
+    @field_validator("train", "heldout", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class OptimiserConfig(Settings):
+    """AdamW, fused, on fp32 master weights."""
+
+    lr: float = Field(default=2e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm of one step."""
+
+
+class ScheduleConfig(Settings):
+    """The learning rate over optimiser steps, whatever the number of processes (F31)."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(default=20, ge=0)
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The learning rate at the end, as a share of the peak."""
+
+
+class TrainingConfig(Settings):
+    """How long, in what portions and precision."""
+
+    epochs: int | None = Field(default=None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Wall-clock limit, evaluations included. The first limit reached ends the run."""
+    tokens_per_batch: int = Field(default=2048, ge=8)
+    """Most positions, padding included, of one micro-batch of one process."""
+    accumulate: int = Field(default=1, ge=1)
+    """Micro-batches of one optimiser step in each process."""
+    depth_decay: float = Field(default=0.8, gt=0, le=1)
+    eval_every: int | None = Field(default=None, ge=1)
+    """Optimiser steps between held-out evaluations; without it only at the end."""
+    save_every: int = Field(default=200, ge=1)
+    """Optimiser steps between resumable checkpoints."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """`bf16` is autocast over fp32 master weights; `auto` takes it where the device has it."""
+    features: Literal["auto", "memory", "online"] = "auto"
+    """Where the target's states come from; `auto` keeps them if they fit into `feature_bytes`."""
+    feature_bytes: int = Field(default=4 * 2**30, ge=0)
+    """Most bytes of states kept in memory by one process."""
+    max_skips: int = Field(default=5, ge=1)
+    """Steps in a row with a loss or gradient that is not finite before the run stops."""
+
+    @model_validator(mode="after")
+    def _some_limit(self) -> TrainingConfig:
+        if self.epochs is None and self.max_steps is None and self.max_minutes is None:
+            object.__setattr__(self, "epochs", 1)
+        return self
+
+
+class RunConfig(Settings):
+    """Everything a training run is told."""
+
+    target: TargetConfig = TargetConfig()
+    data: DataConfig
+    head: SerializeAsAny[HeadSettings]
+    optimiser: OptimiserConfig = OptimiserConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig = TrainingConfig()
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    out: Path = Path("runs/head")
+
+    @field_validator("head", mode="before")
+    @classmethod
+    def _by_type(cls, value: Any) -> Any:
+        if isinstance(value, HeadSettings):
+            return value
+        if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
+            raise ConfigError("head.type: missing; it names the kind of head, such as 'eagle3'")
+        chosen = settings_class(value["type"])
+        try:
+            return chosen.model_validate(dict(value))
+        except ValidationError as error:
+            raise ConfigError(explain(error, chosen, "head")) from None
+
+    @model_validator(mode="after")
+    def _rows_fit(self) -> RunConfig:
+        if self.training.tokens_per_batch < self.data.max_length:
+            raise ConfigError(
+                f"training.tokens_per_batch: {self.training.tokens_per_batch} cannot hold a row of "
+                f"data.max_length={self.data.max_length}; raise the first or lower the second"
+            )
+        return self
+
+    def identity(self) -> dict[str, str]:
+        """Hashes of the parts that must not change under a checkpoint, by their names."""
+        dump = self.model_dump(mode="json")
+        training = dump["training"]
+        parts = {part: dump[part] for part in ("target", "data", "head")}
+        # Both decide which rows a micro-batch holds, and so what a place in the data means.
+        parts |= {f"training.{key}": training[key] for key in ("tokens_per_batch", "seed")}
+        return {
+            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
+            for name, part in parts.items()
+        }
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, or a preset by name, lay `a.b=c` overrides over it, and validate the whole.
+
+    Raises ConfigError (one line, dotted path) for a setting, FileNotFoundError for the file.
+    """
+    path = config_path(source)
+    try:
+        loaded = OmegaConf.load(path)
+        for text in overrides:
+            if "=" not in text or text.startswith(("=", "-")):
+                raise ConfigError(f"{text!r}: an override is written a.b=c")
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: expected settings (key: value), found a list or nothing")
+    try:
+        return RunConfig.model_validate(plain)
+    except ValidationError as error:
+        raise ConfigError(explain(error, RunConfig)) from None
+
+
+def config_path(source: str | Path) -> Path:
+    """Find a config: a file, else a preset such as `smollm2-eagle3`."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    name = str(source)
+    if path.suffix in (".yaml", ".yml") and "/" in name and not name.startswith("heads/"):
+        raise FileNotFoundError(f"{source}: no such config file")
+    try:
+        return preset_path(name if name.startswith("heads/") else f"heads/{name}")
+    except ValueError as error:
+        raise FileNotFoundError(f"{source}: no such config file, and {error}") from None
+
+
+def data_path(name: str) -> Path:
+    """Resolve one entry of `data.train` or `data.heldout`; a missing file is named."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if name.startswith("samples/"):
+        return sample_path(name)
+    raise FileNotFoundError(f"{name}: no such data file (embedded ones are called samples/NAME)")
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """Put the first mistake of a validation into one line: dotted path, what is wrong, what is near."""
+    first = error.errors()[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, ValueError) and (
+        isinstance(inner, ConfigError) or first["loc"] == ("head",)
+    ):
+        return str(inner)
+    loc = [str(part) for part in first["loc"]]
+    where = ".".join([*([prefix] if prefix else []), *loc])
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(loc[-1], _fields_at(model, loc[:-1]), n=1, cutoff=0.5)
+        return f"{where}: unknown setting" + (f"; did you mean {near[0]!r}?" if near else "")
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    message = first["msg"].removeprefix("Value error, ")
+    given = first["input"]
+    shown = f", not {given!r}" if isinstance(given, str | int | float | bool | None) else ""
+    return f"{where}: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _fields_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
+    """Names of the settings of the group at `loc`, or of none when it is not a group."""
+    for part in loc:
+        field = model.model_fields.get(part)
+        kind = field.annotation if field else None
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return []
+        model = kind
+    return list(model.model_fields)

@@ -1,0 +1,101 @@
+"""The whole job on the embedded model: fetch, train a head, evaluate it, report.
+
+Everything here calls what the other verbs call; the demo only chooses sizes that fit a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.embedded import default_target, fetch_target
+from drafthead.inference.compare import Comparison, compare
+from drafthead.inference.evaluate import Settings
+from drafthead.inference.report import write_report
+from drafthead.inference.target import serving_dtype
+from drafthead.train.config import load_config
+from drafthead.train.loop import Tick, TrainResult, run
+
+PRESET = "smollm2-eagle3"
+ROWS = ("plain", "lookup", "head", "merged")
+
+
+@dataclass(frozen=True)
+class DemoSize:
+    """How much of everything."""
+
+    positions: int | None = 100_000
+    """Training positions, once over; None = all of the sample."""
+    minutes: float | None = None
+    """Train as long as this instead, over all of the sample."""
+    prompts: int = 12
+    new_tokens: int = 64
+    tree: str = "chain:3"
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What a caller may show while it waits; the defaults show nothing."""
+
+    stage: Callable[[str], None] = lambda text: None
+    training: Callable[[Tick], None] = lambda tick: None
+    prompts: Callable[[int, int], None] = lambda done, total: None
+
+
+def demo(out: Path, size: DemoSize, watcher: Watcher) -> dict[str, Any]:
+    """Do the whole job and return what `result.json` in `out` holds."""
+    began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    watcher.stage("fetching the embedded target")
+    target = fetch_target(default_target(), progress=watcher.stage)
+    watcher.stage("training an EAGLE-3 head")
+    trained = _train(out / "train", size, watcher)
+    watcher.stage("evaluating on held-out prompts")
+    asked = Comparison(
+        head=trained.head,
+        target=str(target),
+        dtype=serving_dtype(),
+        trees=(size.tree,),
+        limit=size.prompts,
+        settings=Settings(max_new_tokens=size.new_tokens),
+    )
+    measured = compare(asked, progress=watcher.prompts, stage=watcher.stage)
+    training = {k: v for k, v in asdict(trained).items() if k not in ("head", "out")}
+    result: dict[str, Any] = measured.pop("records") | measured | {"training": training}
+    result["seconds"] = time.monotonic() - began
+    _write(out, result)
+    return result
+
+
+def _train(out: Path, size: DemoSize, watcher: Watcher) -> TrainResult:
+    overrides = [f"out={out}"]
+    if size.minutes is not None:
+        overrides += [f"training.max_minutes={size.minutes}", "training.epochs=null"]
+    elif size.positions is not None:
+        overrides.append(f"data.positions={size.positions}")
+    return run(load_config(PRESET, overrides), progress=watcher.training)
+
+
+def _write(out: Path, result: dict[str, Any]) -> None:
+    (out / "result.json").write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
+    losses = []
+    for line in (out / "train" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event.get("loss") is not None:
+            losses.append((int(event["step"]), float(event["loss"])))
+    write_report(
+        out / "report.html",
+        title="drafthead demo",
+        summary=(
+            f"An EAGLE-3 head for SmolLM2-135M-Instruct, drafting {result['trees'][0]} on "
+            f"{result['prompts']} held-out prompts, {result['new_tokens']} new tokens each, "
+            f"greedy, {result['dtype']}."
+        ),
+        records={name: result[name] for name in ROWS},
+        losses=losses,
+        details={k: v for k, v in result.items() if k not in ROWS},
+    )

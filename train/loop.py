@@ -1,0 +1,428 @@
+"""The training loop: one screen, and the few functions it calls. It never asks which head it trains.
+
+An optimiser step takes `accumulate` micro-batches of each rank; what it skips, when it stops and
+what rate it uses are the same on every rank. Interrupted runs leave a checkpoint of the last complete
+step, from which `resume` goes on exactly as if nothing had happened: micro-batches after that step
+are run again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafthead.heads.base import TeacherBatch
+from drafthead.train.assemble import Assembly, assemble
+from drafthead.train.checkpoint import (
+    Checkpoint,
+    LoopState,
+    head_weights,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    save_head,
+)
+from drafthead.train.config import RunConfig
+from drafthead.train.engine import Engine
+from drafthead.train.heldout import Simulated, simulate, summarise
+from drafthead.train.interrupt import Interrupted, StopRequest, stop_requests
+from drafthead.train.record import RunFolder, write_atomically
+from drafthead.train.schedule import Limits, learning_rate
+from drafthead.train.teacher import blank, epoch_order
+from drafthead.train.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
+
+STEP_PARTS = ("target", "forward", "loss", "backward", "optimiser")
+"""Parts of the stopwatch that are training; evaluating and saving are the others."""
+
+
+class DivergedError(ValueError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Where a run is, for a progress bar; sent after every micro-batch and evaluated batch."""
+
+    phase: str
+    """`train` or `evaluate`."""
+    step: int
+    """Complete optimiser steps."""
+    share: float
+    """How much of the run is behind, 0 to 1."""
+    loss: float | None
+    """Of the last complete step."""
+    positions_per_s: float
+
+
+Progress = Callable[[Tick], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to."""
+
+    head: Path
+    """Folder of the best head, as `save_pretrained` writes it."""
+    out: Path
+    steps: int
+    positions: int
+    """Token positions trained on, over all sittings and ranks, padding excluded."""
+    seconds: float
+    """Wall clock over all sittings, evaluations included."""
+    positions_per_s: float
+    """Of this sitting and all ranks, over the time spent in steps."""
+    shares: dict[str, float]
+    """Share of this process's time by part."""
+    best_step: int | None
+    simulated_tau: float | None
+    """Held-out figure of the saved head; None without held-out rows."""
+    simulated_survival: tuple[float, ...]
+    skipped: int
+    """Steps skipped because something was not finite."""
+    dropped: int
+    """Rows this rank left out because the target's states are not finite."""
+
+
+def run(
+    config: RunConfig, *, resume: bool = False, progress: Progress | None = None
+) -> TrainResult:
+    """Train a head as the config says. Raises ValueError or OSError (one line each), or KeyboardInterrupt
+    after an interruption, which leaves a checkpoint to resume from.
+    """
+    folder = RunFolder(config.out)
+    engine = Engine(config)
+    if engine.is_main:
+        folder.start(config, resume)
+    engine.wait()
+    settle = torch.cuda.synchronize if engine.device.type == "cuda" else None
+    watch = Stopwatch(settle)
+    parts = assemble(config, engine, watch)
+    _announce(parts)
+    trainer = Trainer(config, engine, parts, folder, watch, progress)
+    trainer.start(load_checkpoint(folder.last) if resume else None)
+    engine.start_tracking(config)
+    try:
+        with stop_requests() as request:
+            trainer.train(request)
+        return trainer.finish()
+    finally:
+        engine.close()
+
+
+class Trainer:
+    """The state of one run and the steps of its loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        parts: Assembly,
+        folder: RunFolder,
+        watch: Stopwatch,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.engine, self.parts, self.folder = config, engine, parts, folder
+        self.state = LoopState()
+        self.watch = watch
+        self.progress = progress
+        self.request = StopRequest()
+        self.group_size = config.training.accumulate * engine.world
+        per_epoch = math.ceil(parts.train_batches / self.group_size)
+        self.limits = Limits.of(config.training, per_epoch)
+        self.began = time.monotonic()
+        self.sitting_positions = 0
+        self.loss: float | None = None
+
+    def start(self, checkpoint: Checkpoint | None) -> None:
+        """Place everything on the device, from the checkpoint if there is one."""
+        if checkpoint is not None:
+            checkpoint.check(self.config.identity(), self.parts.head.contract, self.folder.last)
+            load_weights(self.parts.head, checkpoint.weights)
+            self.state = checkpoint.state
+            if self.engine.is_main:
+                self.folder.forget_after(self.state.step)
+        self.model = self.engine.prepare(
+            self.parts.objective, self.parts.trainable, self.config.optimiser
+        )
+        if checkpoint is not None:
+            self.engine.load_optimiser_state(checkpoint.moments, checkpoint.updates)
+        self.began = time.monotonic() - self.state.seconds
+
+    def train(self, request: StopRequest) -> None:
+        """Step until a limit; on a request to stop, save and raise KeyboardInterrupt."""
+        self.request = request
+        training = self.config.training
+        try:
+            if self.due(training.eval_every):
+                self.evaluate()
+            while not self.limits.reached(self.state.step, self.state.seconds):
+                group = self.next_group()
+                batches = self.fetch(group)
+                rate = self.rate()
+                figures = self.forward_backward(batches)
+                norm = self.update(rate)
+                self.guard(norm, group)
+                self.advance(group)
+                self.log(figures, rate, norm)
+                if self.due(training.eval_every):
+                    self.evaluate()
+                if self.state.step % training.save_every == 0:
+                    self.save()
+                self.stop_if_asked()
+            if self.due(1):
+                self.evaluate()
+        except Interrupted:
+            self.engine.discard()
+            self.save()
+            logger.warning("interrupted after step %d; resume with --resume", self.state.step)
+            raise
+
+    # The steps of the loop, in their order
+
+    def next_group(self) -> list[int]:
+        """The micro-batches of the next optimiser step, over all ranks: fewer at the end of an epoch."""
+        training, state = self.config.training, self.state
+        order = epoch_order(self.parts.train_batches, training.seed, state.epoch)
+        return order[state.position : state.position + self.group_size]
+
+    def fetch(self, group: Sequence[int]) -> list[TeacherBatch]:
+        """This rank's share of the group, as many batches on every rank; missing ones are blank (F27)."""
+        batches = []
+        world, rank = self.engine.world, self.engine.rank
+        for start in range(0, len(group), world):
+            indices = group[start : start + world]
+            mine = indices[rank] if rank < len(indices) else None
+            with self.watch.part("target"):
+                batch = self.parts.train.batch(indices[0] if mine is None else mine)
+            batches.append(blank(batch) if mine is None else batch)
+            self.stop_between_batches()
+        return batches
+
+    def rate(self) -> float:
+        state, config = self.state, self.config
+        return learning_rate(
+            config.optimiser.lr, config.schedule, self.limits, state.step, state.seconds
+        )
+
+    def forward_backward(self, batches: Sequence[TeacherBatch]) -> Tensor:
+        """Gradients of the step's loss; (1 + 4 K,) fp64 over all ranks: the loss, then its sums by depth."""
+        objective, engine = self.parts.objective, self.engine
+        torch.manual_seed(_step_seed(self.config.training.seed, self.state.step, engine.rank))
+        mine = torch.stack([objective.countable(batch).sum() for batch in batches]).sum()
+        count = max(1.0, float(engine.sum(mine)))
+        figures = torch.zeros(1 + 4 * objective.steps, dtype=torch.float64)
+        for index, batch in enumerate(batches):
+            with engine.micro_batch(last=index == len(batches) - 1):
+                with self.watch.part("forward"):
+                    outcome = self.model(batch, count)
+                with self.watch.part("backward"):
+                    engine.backward(outcome.loss)
+            figures += torch.cat([outcome.loss.detach()[None], outcome.sums.flatten()]).cpu()
+            self.tick("train")
+        return engine.sum(figures)
+
+    def update(self, rate: float) -> float:
+        with self.watch.part("optimiser"):
+            return self.engine.step(rate, self.config.optimiser.clip)
+
+    def guard(self, norm: float, group: Sequence[int]) -> None:
+        """Count a step whose gradient was not finite; stop when there were too many in a row (F26)."""
+        state = self.state
+        if math.isfinite(norm):
+            state.skipped_in_row = 0
+            return
+        state.skipped += 1
+        state.skipped_in_row += 1
+        names = [name for index in group for name in self.parts.train.names(index)]
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        logger.warning("step %d skipped: gradient is not finite; rows %s", state.step + 1, shown)
+        if state.skipped_in_row >= self.config.training.max_skips:
+            raise DivergedError(
+                f"training.max_skips: {state.skipped_in_row} steps in a row without a finite gradient, "
+                f"the last at step {state.step + 1} (rows {shown}); lower optimiser.lr or look at the rows"
+            )
+
+    def advance(self, group: Sequence[int]) -> None:
+        """The step is complete: move on in the data and agree on the time."""
+        state = self.state
+        positions = sum(self.parts.train.positions(index) for index in group)
+        self.sitting_positions += positions
+        state.positions += positions
+        state.step += 1
+        state.position += len(group)
+        if state.position >= self.parts.train_batches:
+            state.epoch, state.position = state.epoch + 1, 0
+        state.seconds = self.engine.same(time.monotonic() - self.began)
+
+    def log(self, figures: Tensor, rate: float, norm: float) -> None:
+        """One line of metrics.jsonl, and the tracker's."""
+        loss, *sums = figures.tolist()
+        values = {
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "positions": self.state.positions,
+            "positions_per_s": self.speed(),
+        }
+        for depth in range(1, self.parts.objective.steps + 1):
+            cross, agreed, kept, seen = sums[4 * depth - 4 : 4 * depth]
+            values[f"loss_{depth}"] = cross / max(kept, 1.0)
+            values[f"simulated_match_{depth}"] = agreed / max(seen, 1.0)
+        self.loss = loss
+        self.record("step", values)
+
+    def evaluate(self) -> None:
+        """Simulated figures of the held-out rows; the best head so far is kept as weights."""
+        parts, engine, state = self.parts, self.engine, self.state
+        assert parts.heldout is not None, "due() answers False without held-out rows"
+        sums = torch.zeros(parts.objective.steps, 5, dtype=torch.float64)
+        parts.head.eval()
+        with self.watch.part("evaluate"):
+            for index in range(engine.rank, parts.heldout_batches, engine.world):
+                sums += simulate(parts.objective, parts.heldout.batch(index))
+                self.tick("evaluate")
+                self.stop_between_batches()
+            simulated = summarise(engine.sum(sums))
+        parts.head.train()
+        state.evaluated = state.step
+        self.record("evaluation", simulated.flat())
+        if state.best_tau is None or simulated.simulated_tau > state.best_tau:
+            state.best_tau, state.best_step = simulated.simulated_tau, state.step
+            self.keep_best(simulated)
+
+    # What the steps use
+
+    def due(self, every: int | None) -> bool:
+        """Whether this step is to be evaluated and was not yet (an interrupted evaluation is made up for)."""
+        state = self.state
+        return (
+            self.parts.heldout is not None
+            and every is not None
+            and state.step > 0
+            and state.step % every == 0
+            and state.evaluated != state.step
+        )
+
+    def save(self) -> None:
+        """Write the checkpoint to resume from; every rank takes part in gathering."""
+        with self.watch.part("save"):
+            moments, updates = self.engine.optimiser_state()
+            if self.engine.is_main:
+                save_checkpoint(self.folder.last, self.checkpoint(moments, updates))
+            self.engine.wait()
+
+    def keep_best(self, simulated: Simulated) -> None:
+        if not self.engine.is_main:
+            return
+        save_checkpoint(self.folder.best, self.checkpoint({}, 0))
+        figures = {"step": self.state.step, **simulated.as_json()}
+        write_atomically(self.folder.evaluation, json.dumps(figures, indent=2) + "\n")
+
+    def checkpoint(self, moments: dict[str, Tensor], updates: int) -> Checkpoint:
+        head = self.parts.head
+        return Checkpoint(
+            state=self.state,
+            weights=head_weights(head),
+            identity=self.config.identity(),
+            contract=head.contract,
+            moments=moments,
+            updates=updates,
+        )
+
+    def record(self, event: str, values: dict[str, float]) -> None:
+        if not self.engine.is_main:
+            return
+        finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        facts = {"event": event, "step": self.state.step, "epoch": self.state.epoch}
+        self.folder.log({**facts, **finite})
+        prefix = "heldout/" if event == "evaluation" else "train/"
+        tracked = {prefix + k: v for k, v in values.items() if math.isfinite(v)}
+        self.engine.track(tracked, self.state.step)
+
+    def speed(self) -> float:
+        """Positions per second of this sitting, over the time spent in steps."""
+        spent = sum(self.watch.seconds.get(part, 0.0) for part in STEP_PARTS)
+        return self.sitting_positions / spent if spent else 0.0
+
+    def tick(self, phase: str) -> None:
+        if self.progress is None or not self.engine.is_main:
+            return
+        state = self.state
+        share = self.limits.share(state.step, state.seconds)
+        try:
+            self.progress(Tick(phase, state.step, share, self.loss, self.speed()))
+        except KeyboardInterrupt:
+            self.request.asked = True
+        self.stop_between_batches()
+
+    def stop_between_batches(self) -> None:
+        """One process may stop between micro-batches; several must agree, at the end of a step."""
+        if self.request.asked and self.engine.world == 1:
+            raise Interrupted
+
+    def stop_if_asked(self) -> None:
+        asked = torch.tensor(float(self.request.asked))
+        if self.engine.sum(asked) > 0:
+            raise Interrupted
+
+    def finish(self) -> TrainResult:
+        """Save the last checkpoint and the best head, read both back, and say what came out."""
+        self.save()
+        state, parts, folder = self.state, self.parts, self.folder
+        assert self.engine.same(state.step) == state.step, "ranks disagree on the steps made"
+        survival: tuple[float, ...] = ()
+        if self.engine.is_main:
+            if state.best_step is not None:
+                load_weights(parts.head, load_checkpoint(folder.best).weights)
+                survival = tuple(json.loads(folder.evaluation.read_text())["simulated_survival"])
+            save_head(parts.head.eval(), folder.head)
+        self.engine.wait()
+        result = TrainResult(
+            head=folder.head,
+            out=folder.root,
+            steps=state.step,
+            positions=state.positions,
+            seconds=state.seconds,
+            positions_per_s=self.speed(),
+            shares=self.watch.shares(),
+            best_step=state.best_step,
+            simulated_tau=state.best_tau,
+            simulated_survival=survival,
+            skipped=state.skipped,
+            dropped=len(parts.train.dropped),
+        )
+        if self.engine.is_main:
+            figures = asdict(result) | {"head": str(result.head), "out": str(result.out)}
+            write_atomically(folder.root / "result.json", json.dumps(figures, indent=2) + "\n")
+        return result
+
+
+def _announce(parts: Assembly) -> None:
+    """Say what is trained and what is not, by name and count (F29)."""
+    trainable = parts.trainable
+    frozen = sum(p.numel() for p in parts.target.model.parameters())
+    own = {n: p for n, p in parts.head.named_parameters() if n not in trainable}
+    logger.info(
+        "trainable: %d in %s", sum(p.numel() for p in trainable.values()), ", ".join(trainable)
+    )
+    logger.info(
+        "frozen: target %d; of the head %d in %s",
+        frozen,
+        sum(p.numel() for p in own.values()),
+        ", ".join(own) or "nothing",
+    )
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """A step's own seed: randomness depends on nothing before it, so that resuming needs no state."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63

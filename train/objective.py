@@ -1,0 +1,122 @@
+"""What one micro-batch is worth: a head's predictions turned into a loss and its figures.
+
+The loss is the sum over depths of decay ** depth times the soft cross-entropies of that depth's
+supervised positions, divided by a count that the caller gives: the number of supervised tokens of
+depth 0 over all micro-batches and ranks of one optimiser step. So a batch, its halves accumulated,
+and its halves on two ranks have one gradient (F32). It knows no optimiser and no particular head.
+
+Positions whose teacher's choice lies outside the draft vocabulary carry no loss (arXiv 2503.01840);
+held-out figures count them as misses.
+
+Shapes: B batch, T positions, D width, V vocabulary, Vd draft vocabulary, M positions of one depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from drafthead.heads.base import DraftHead, Prediction, TeacherBatch
+from drafthead.train.losses import depth_weights, soft_cross_entropy
+from drafthead.train.teacher import supervised
+from drafthead.train.timing import Stopwatch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One micro-batch's loss and, by depth, what it was summed from; only `loss` has a gradient."""
+
+    loss: Tensor
+    """0-dim fp32, already divided by the step's count."""
+    sums: Tensor
+    """(K, 4) fp32 by depth: cross-entropy, argmax agreements, positions with a loss, all positions."""
+
+
+class Objective(nn.Module):
+    """A head together with its loss, so that a backend's wrapper sees one ordinary forward."""
+
+    in_vocabulary: Tensor
+    """(V,) bool: target tokens that the head can propose."""
+
+    def __init__(
+        self, head: DraftHead, vocab_size: int, decay: float, bf16: bool, watch: Stopwatch
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.weights = depth_weights(head.settings.unroll_steps, decay)
+        self._bf16 = bf16
+        self._watch = watch
+        kept = torch.zeros(vocab_size, dtype=torch.bool)
+        kept[head.draft_ids.cpu()] = True
+        self.register_buffer("in_vocabulary", kept, persistent=False)
+
+    @property
+    def steps(self) -> int:
+        """Depths trained."""
+        return len(self.weights)
+
+    def countable(self, batch: TeacherBatch) -> Tensor:
+        """(B, T) bool: positions whose next token is supervised and whose teacher's choice can be drafted."""
+        return supervised(batch.mask) & self.in_vocabulary[batch.top]
+
+    def forward(self, batch: TeacherBatch, count: float) -> Outcome:
+        """Unroll the head over the batch; `count` is the step's divisor, over all its micro-batches."""
+        with self.computing(batch) as batch:
+            countable = self.countable(batch).flatten()
+            teacher, row_of = self._teacher(batch)
+            loss = self._anchor()
+            sums = []
+            for prediction, weight in zip(
+                self.head.unroll(batch, self.steps), self.weights, strict=True
+            ):
+                with self._watch.part("loss"):
+                    total, figures = _depth(prediction, teacher, row_of, countable)
+                loss = loss + weight * total
+                sums.append(figures)
+        return Outcome(loss / count, torch.stack(sums))
+
+    def _anchor(self) -> Tensor:
+        """Zero, connected to every trained weight: ranks that sum gradients must sum the same ones.
+
+        Without it a batch with nothing supervised gives no gradient at all to some of them (F27).
+        """
+        trained = [p.sum() for p in self.head.parameters() if p.requires_grad]
+        return 0.0 * torch.stack(trained).sum()
+
+    @contextmanager
+    def computing(self, batch: TeacherBatch) -> Iterator[TeacherBatch]:
+        """Enter this run's precision and give the batch with its stored states in it."""
+        with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self._bf16):
+            if self._bf16:
+                yield batch
+            else:
+                features, last_hidden = batch.features.float(), batch.last_hidden.float()
+                yield replace(batch, features=features, last_hidden=last_hidden)
+
+    def _teacher(self, batch: TeacherBatch) -> tuple[Tensor, Tensor]:
+        """The teacher's draft-vocabulary logits, once for all depths, and (B * T,) which row is whose."""
+        needed = supervised(batch.mask).flatten()
+        with torch.no_grad(), self._watch.part("loss"):
+            logits = self.head.teacher_logits(batch.last_hidden.flatten(0, 1)[needed])  # (N, Vd)
+        return logits, needed.cumsum(0) - 1
+
+
+def _depth(
+    prediction: Prediction, teacher: Tensor, row_of: Tensor, countable: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One depth: summed loss with gradient, and its four figures (see Outcome)."""
+    rows = row_of[prediction.teacher]
+    weight = countable[prediction.teacher].float()
+    value = soft_cross_entropy(prediction.logits, teacher, rows)
+    total = (weight * value).sum()
+    for extra in prediction.auxiliary.values():
+        total = total + extra.float().sum()
+    with torch.no_grad():
+        agree = prediction.logits.argmax(dim=-1) == teacher.argmax(dim=-1)[rows]
+        kept = weight.sum()
+        figures = [(weight * value).sum(), (weight * agree).sum(), kept, kept.new_tensor(len(rows))]
+    return total, torch.stack(figures)

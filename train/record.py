@@ -1,0 +1,129 @@
+"""The run directory: what was asked for, what happened, and what came out. It knows no tensors.
+
+config.yaml  run.json  metrics.jsonl  evaluation.json  checkpoints/{last,best}.safetensors  head/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from drafthead.train.config import RunConfig
+
+PACKAGES = ("drafthead", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run, and the small files in it."""
+
+    root: Path
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint to resume from."""
+        return self.root / "checkpoints" / "last.safetensors"
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint of the best held-out simulated tau."""
+        return self.root / "checkpoints" / "best.safetensors"
+
+    @property
+    def head(self) -> Path:
+        return self.root / "head"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "evaluation.json"
+
+    def start(self, config: RunConfig, resume: bool) -> None:
+        """Make the folder and write down what was asked for; refuse to run over another run."""
+        if not resume and self.last.exists():
+            raise FileExistsError(
+                f"out: {self.root} holds a run already; resume it with --resume, or name another folder"
+            )
+        if resume and not self.last.exists():
+            raise FileNotFoundError(
+                f"out: {self.root} has no checkpoint to resume; run it without --resume"
+            )
+        self.root.mkdir(parents=True, exist_ok=True)
+        settings = OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+        write_atomically(self.root / "config.yaml", settings)
+        write_atomically(self.root / "run.json", json.dumps(_circumstances(), indent=2) + "\n")
+        if not resume:
+            self.metrics.unlink(missing_ok=True)
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Append one event to metrics.jsonl."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the events of steps that a resumed run will make again, and a line that was cut off."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):
+                continue
+        write_atomically(self.metrics, "".join(kept))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file at once, so that a reader or a crash sees the old or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _circumstances() -> dict[str, Any]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv,
+        "git": _git_commit(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree this runs from; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
