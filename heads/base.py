@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import difflib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -30,6 +30,8 @@ class HeadSettings(BaseModel):
     type: str
     unroll_steps: int = 3
     """Draft depths trained together (training-time test, arXiv 2503.01840)."""
+    warm_start: int = Field(default=0, ge=0)
+    """Positions of a closed-form start before training, for heads that have one; 0 = none."""
 
     @abstractmethod
     def build(
@@ -108,6 +110,10 @@ class DraftHead(PreTrainedModel):
     @abstractmethod
     def teacher_logits(self, last_hidden: Tensor) -> Tensor:
         """(M, D) states of the target → (M, Vd) its own logits of the draft vocabulary."""
+
+    def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
+        """Set a bound, untrained head's weights in closed form; ValueError where it has no such."""
+        raise ValueError(f"head.warm_start: {self.settings.type} has no closed-form start; use 0")
 
     @abstractmethod
     def unroll(self, batch: TeacherBatch, steps: int) -> Iterator[Prediction]:

@@ -12,7 +12,7 @@ M supervised positions of one depth, m draft nodes, d head width.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ from drafthead.heads.borrowed import Borrowed, borrow
 from drafthead.heads.contract import Contract
 from drafthead.heads.memory import LayerMemory
 from drafthead.heads.vocabulary import check_maps, ids_of, maps_of
+from drafthead.heads.warm_start import MODESTY, Moments, normed
 
 logger = logging.getLogger(__name__)
 
@@ -326,6 +327,25 @@ class Eagle3Head(DraftHead):
             teacher = rows * T + slots[rows, at] + 1 + i
             yield Prediction(self._logits(normed), teacher, self._auxiliary(batch, normed, teacher))
             hidden = self._fed_back(outputs)
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
+        """Fit `fc` and the attention's value path in closed form (see `warm_start`)."""
+        embedding, _ = self._bound()
+        config, attention = self.config, self.layer.self_attn
+        moments, eps = Moments(), config.rms_norm_eps
+        for batch in batches:
+            rows, slots = batch.mask[:, 2:].nonzero(as_tuple=True)
+            states = batch.features[rows, slots]
+            if self.settings.norm_features:
+                parts = states.chunk(len(self.fc_norm), dim=-1)
+                states = torch.cat([normed(part, eps) for part in parts], dim=-1)
+            token = normed(F.embedding(batch.ids[rows, slots + 1], embedding), eps)
+            moments.add(torch.cat([states.float(), token], -1), batch.last_hidden[rows, slots + 1])
+        if not moments.n:
+            raise ValueError("head.warm_start: no supervised position in its batches")
+        moments.write(self.fc, attention, config.num_attention_heads, config.num_key_value_heads)
+        self.norm.weight.fill_(MODESTY * moments.rms / moments.n)
 
     def _auxiliary(self, batch: TeacherBatch, normed: Tensor, teacher: Tensor) -> dict[str, Tensor]:
         weight = self.settings.feature_loss

@@ -19,6 +19,7 @@ from drafthead.data.conversations import Message, Prompt, read_prompts
 from drafthead.data.embedded import sample_path
 from drafthead.heads import load_head
 from drafthead.heads.base import DraftHead
+from drafthead.inference.decoder import check_prompt
 from drafthead.inference.drafters import Drafter, HeadDrafter, LookupDrafter, MergedDrafter
 from drafthead.inference.evaluate import (
     PLAIN,
@@ -32,6 +33,7 @@ from drafthead.inference.evaluate import (
 from drafthead.inference.simulate import simulate
 from drafthead.inference.target import Target, load_target
 from drafthead.inference.tree import Shape
+from drafthead.inference.verify import RULES
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,17 @@ def compare(
     """Measure; `records` by drafter name, the agreement of simulated and decoded tau, settings,
     versions."""
     shapes = [Shape.parse(tree) for tree in asked.trees]
-    prompts = [p for name in asked.prompts for p in read_prompts(_prompt_file(name))[0]]
+    check_rule(asked.settings.rule, shapes)
+    prompts = prompts_of(asked.prompts, stage)
     prompts = spread(prompts, asked.limit or len(prompts))
+    head = opened(asked.head, asked.dtype)
     target = load_target(asked.target, asked.dtype)
-    head = bound_head(asked.head, target)
-    drafters = line_up(head, shapes)
-    answers = evaluate(target, prompts, drafters, asked.settings, progress=progress)
+    drafters = line_up(fitted(head, target), shapes)
+    template = head.contract.template_kwargs
+    _first_turns(target, prompts, template, asked.settings.max_new_tokens)
+    answers = evaluate(
+        target, prompts, drafters, asked.settings, template_kwargs=template, progress=progress
+    )
     result: dict[str, Any] = {}
     chain = next((n for n, s in zip(_names(shapes), shapes, strict=True) if s.is_chain), None)
     if chain and asked.settings.temperature == 0:
@@ -95,12 +102,29 @@ def compare(
 def _identity(
     asked: Comparison, shapes: Sequence[Shape], prompts: Sequence[Prompt]
 ) -> dict[str, dict[str, Any]]:
+    tokens = min(asked.identity_tokens, asked.settings.max_new_tokens)
+    settings = Settings(**{**vars(asked.settings), "max_new_tokens": tokens})
     target = load_target(asked.target, "float32")
+    head = fitted(opened(asked.head, "float32"), target)
+    ids = _first_turns(target, prompts, head.contract.template_kwargs, tokens)
+    return identity(target, ids, line_up(head, shapes), settings)
+
+
+def _first_turns(
+    target: Target, prompts: Sequence[Prompt], template: dict[str, Any], new_tokens: int
+) -> list[list[int]]:
+    """Ids of the first turn of each prompt, refused by name where they do not fit the target."""
     assert target.tokenizer is not None
-    chat = ChatFormat(target.tokenizer)
-    ids = [chat.prompt_ids([Message("user", p.turns[0])]) for p in prompts]
-    settings = Settings(**{**vars(asked.settings), "max_new_tokens": asked.identity_tokens})
-    return identity(target, ids, line_up(bound_head(asked.head, target), shapes), settings)
+    chat = ChatFormat(target.tokenizer, template)
+    turns = []
+    for prompt in prompts:
+        system = [Message("system", prompt.system)] if prompt.system else []
+        turns.append(chat.prompt_ids([*system, Message("user", prompt.turns[0])]))
+        try:
+            check_prompt(target, turns[-1], new_tokens)
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+    return turns
 
 
 def line_up(head: DraftHead, shapes: Sequence[Shape]) -> dict[str, Drafter]:
@@ -118,11 +142,47 @@ def _names(shapes: Sequence[Shape]) -> list[str]:
     return ["head"] if len(shapes) == 1 else [f"head {shape}" for shape in shapes]
 
 
-def bound_head(folder: Path, target: Target) -> DraftHead:
-    """Load a head in the target's dtype and bind it; a head made for another target is refused."""
-    head = load_head(folder, target.dtype)
+def opened(folder: Path, dtype: str) -> DraftHead:
+    """Load a head, unbound; before its target, which takes longer and would be loaded in vain."""
+    return load_head(folder, getattr(torch, dtype))
+
+
+def fitted(head: DraftHead, target: Target) -> DraftHead:
+    """Bind a head; one made for another target, tokenizer or template is refused."""
+    contract = head.contract
+    contract.check(target.contract(contract.layers, contract.template_kwargs))
     head.bind(target.model)
     return head
+
+
+def check_rule(rule: str, shapes: Sequence[Shape]) -> None:
+    """Refuse a rule that is unknown, or that cannot verify one of these shapes."""
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r}: choose one of {', '.join(RULES)}")
+    trees = [str(shape) for shape in shapes if not shape.is_chain]
+    if rule != "coupled" and trees:
+        raise ValueError(
+            f"rule {rule!r} verifies chains only, not {trees[0]}: "
+            "use a tree of chain:DEPTH, or the rule 'coupled'"
+        )
+
+
+def prompts_of(names: Sequence[str], stage: Callable[[str], None]) -> list[Prompt]:
+    """Prompts of all files, `samples/NAME` being an embedded one; skipped rows are told."""
+    prompts: list[Prompt] = []
+    for name in names:
+        path = Path(name).expanduser()
+        if not path.is_file() and name.startswith("samples/"):
+            path = sample_path(name)
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{name}: no such prompt file (embedded ones are called samples/NAME)"
+            )
+        found, skips = read_prompts(path)
+        prompts += found
+        if skips.total:
+            stage(f"{name}: {skips.summary()}")
+    return prompts
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -155,11 +215,6 @@ def versions() -> dict[str, str]:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         **{name: version(name) for name in packages},
     }
-
-
-def _prompt_file(name: str) -> Path:
-    path = Path(name).expanduser()
-    return sample_path(name) if name.startswith("samples/") and not path.is_file() else path
 
 
 def _text(target: Target, given: Answer) -> str:

@@ -13,14 +13,16 @@ import gzip
 import hashlib
 import json
 import logging
+import os
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt
+from drafthead.heads.contract import fingerprint, template_hash
 from drafthead.inference.decoder import Decoder, Row
 from drafthead.inference.noise import Noise
 from drafthead.inference.sampling import Sampler, Warps
@@ -79,16 +81,16 @@ def regenerate(
     """
     assert target.tokenizer is not None
     chat = ChatFormat(target.tokenizer, template_kwargs)
-    part = _Part(out, answering, prompts)
+    part = _Part(out, _header(target, prompts, answering, template_kwargs or {}))
     waiting = deque(
-        _Talk(i, p, _opening(p)) for i, p in enumerate(prompts) if p.id not in part.finished
+        _Talk(i, p, _opening(p)) for i, p in enumerate(prompts) if i not in part.finished
     )
     session = _Session(target, chat, answering, longest_context(target, chat, prompts, answering))
     while waiting or session.busy:
         for talk in session.step(waiting):
             part.add(talk, answering)
             progress(len(part.finished), len(prompts))
-    return part.close([p.id for p in prompts])
+    return part.close()
 
 
 def longest_context(
@@ -97,8 +99,8 @@ def longest_context(
     """Most tokens any conversation can come to, within the target's context."""
     longest = 0
     for prompt in prompts:
-        turns = [Message("user", turn) for turn in prompt.turns]
-        user = sum(len(chat.prompt_ids([turn])) for turn in turns)
+        turns = [_opening(prompt), *([Message("user", turn)] for turn in prompt.turns[1:])]
+        user = sum(len(chat.prompt_ids(turn)) for turn in turns)
         longest = max(longest, user + len(turns) * (answering.max_new_tokens + 8))
     return min(longest, target.context)
 
@@ -197,39 +199,58 @@ def loops(ids: Sequence[int], longest: int = 40, copies: int = 4, least: int = 4
     return False
 
 
+def _header(
+    target: Target,
+    prompts: Sequence[Prompt],
+    answering: Answering,
+    template_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All that answers depend on: a part file continues only what was begun with the same."""
+    assert target.tokenizer is not None
+    named = hashlib.sha256(json.dumps([asdict(p) for p in prompts]).encode()).hexdigest()
+    return {
+        "answering": asdict(answering) | {"batch": None},
+        "prompts": named,
+        "target": fingerprint(target.model),
+        "dtype": str(target.dtype),
+        "template": template_hash(target.tokenizer, template_kwargs),
+    }
+
+
 class _Part:
     """The growing part file: a header line with the settings, then one conversation a line."""
 
-    def __init__(self, out: Path, answering: Answering, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, out: Path, header: Mapping[str, Any]) -> None:
         self.out = out
         self.path = out.with_name(out.name + ".part")
         self.report = Report()
-        self.finished: dict[str, dict[str, Any] | None] = {}
-        named = hashlib.sha256(json.dumps([asdict(p) for p in prompts]).encode()).hexdigest()
-        header = {"answering": asdict(answering) | {"batch": None}, "prompts": named}
+        self.finished: dict[int, dict[str, Any] | None] = {}
+        """Rows by the prompt's place, as ids may repeat; None where it was dropped."""
         out.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self._resume(header)
-        else:
+        if not (self.path.exists() and self._resume(header)):
             self.path.write_text(json.dumps(header) + "\n", encoding="utf-8")
         self.file = self.path.open("a", encoding="utf-8")
 
-    def _resume(self, header: dict[str, Any]) -> None:
-        whole = self.path.read_text(encoding="utf-8").split("\n")
+    def _resume(self, header: Mapping[str, Any]) -> bool:
+        """Take over what a part file holds; False where not even its header is whole."""
         # A kill may have cut the last line: everything before the last line end is sound.
-        lines = [json.loads(line) for line in whole[:-1]]
-        if not lines or lines[0] != header:
+        sound = self.path.read_bytes().rpartition(b"\n")[0]
+        lines = [json.loads(line) for line in sound.splitlines()]
+        if not lines:
+            return False
+        if lines[0] != header:
             raise ValueError(
-                f"{self.path} was begun with other prompts or settings: "
+                f"{self.path} was begun with another target, prompts or settings: "
                 "remove it, or name another --out"
             )
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        os.truncate(self.path, len(sound) + 1)
         for line in lines[1:]:
-            self._count(line["id"], line["row"], line["finish"], line["tokens"])
+            self._count(line["index"], line["row"], line["finish"], line["tokens"])
         log.info("%s: continuing after %d conversations", self.path, len(self.finished))
+        return True
 
-    def _count(self, name: str, row: dict[str, Any] | None, finish: str, tokens: int) -> None:
-        self.finished[name] = row
+    def _count(self, index: int, row: dict[str, Any] | None, finish: str, tokens: int) -> None:
+        self.finished[index] = row
         self.report.new_tokens += tokens
         if row is None:
             self.report.skipped[finish] += 1
@@ -250,16 +271,16 @@ class _Part:
             }
         )
         finish = "empty" if row is None and not dropped else talk.finish
-        line = {"id": talk.prompt.id, "finish": finish, "tokens": talk.tokens, "row": row}
+        line = {"index": talk.index, "finish": finish, "tokens": talk.tokens, "row": row}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-        self._count(talk.prompt.id, row, finish, talk.tokens)
+        self._count(talk.index, row, finish, talk.tokens)
 
-    def close(self, order: Sequence[str]) -> Report:
+    def close(self) -> Report:
         """Write the complete file in the order of the prompts, rename it into place, drop the
         part."""
         self.file.close()
-        rows = [row for name in order if (row := self.finished[name]) is not None]
+        rows = [row for _, row in sorted(self.finished.items()) if row is not None]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         ready = self.out.with_name(self.out.name + ".tmp")
         ready.write_bytes(gzip.compress(text, mtime=0) if self.out.suffix == ".gz" else text)

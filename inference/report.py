@@ -114,7 +114,7 @@ def _speeds(records: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _losses(losses: Sequence[tuple[int, float]]) -> str:
     figure, axes = _axes("optimiser step", "loss")
-    axes.plot(*zip(*losses, strict=True))
+    axes.plot(*zip(*losses, strict=True), marker="o" if len(losses) < 30 else None)
     return _svg(figure)
 
 

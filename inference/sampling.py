@@ -122,6 +122,10 @@ class Sampler:
         self, row: int, tree: Tree, logits: Tensor, position: int
     ) -> tuple[list[int], int]:
         assert self.noise is not None
+        if not tree.is_chain:
+            raise UnsupportedSamplingError(
+                f"rule {self.rule!r} verifies chains only: use a chain or rule='coupled'"
+            )
         noise = self.noise[row]
         kept, token = reject_chain(
             tree.tokens,
@@ -135,18 +139,18 @@ class Sampler:
     def draft_scores(
         self, row: int, logits: Tensor, draft_ids: Tensor, position: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Rank candidates for one position: scores (m, Vd), and the laws q (m, Vd) where the rule
-        needs them.
+        """Rank candidates for one position: scores (m, Vd), and the laws q (m, Vd) if needed.
 
-        Greedy: log q. Coupled: log q + the noise that the target will use. Ratio rules: log q +
-        noise of the draft's own stream, so that the best-scored candidate is a draw from q.
+        Scores are log q up to a constant (greedy), plus the noise that the target will use
+        (coupled), or plus noise of the draft's own stream (ratio rules), where the best-scored
+        candidate is then a draw from q.
         """
         if self.noise is None:
-            return logits.float().log_softmax(-1), None
-        scores = self.warps(logits).log_softmax(-1)
+            return logits.float(), None
+        scores = self.warps(logits)
         purpose = Purpose.DRAFT if self.needs_proposals else Purpose.COUPLED
         noisy = scores + self.noise[row].gumbel(position, purpose)[draft_ids]
-        return noisy, scores.exp() if self.needs_proposals else None
+        return noisy, scores.softmax(-1) if self.needs_proposals else None
 
     def forget(self, row: int, position: int) -> None:
         """Drop noise of positions that are decided."""
@@ -157,7 +161,7 @@ class Sampler:
 def _finite(logits: Tensor) -> Tensor:
     """The row that decides a committed token; NaN or nothing finite there is an error, never token
     0."""
-    if logits.isnan().any() or logits.isneginf().all():
+    if not logits.amax().isfinite():  # NaN spreads through amax
         raise FloatingPointError(
             "the target's logits are not finite at a committed token: "
             "load it in bfloat16 or float32"

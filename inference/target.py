@@ -9,6 +9,7 @@ Shapes: B batch, T positions, n tokens of one forward, D hidden width, V vocabul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -83,11 +85,17 @@ class Target:
                 f"{name}: attention {attention!r} has no tree mask here; "
                 "load it with attn_implementation='sdpa'"
             )
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        if not kinds <= {"full_attention"} or self.model._is_stateful:
-            other = ", ".join(sorted(kinds - {"full_attention"})) or "recurrent state"
+        kinds = _attention_kinds(self.config)
+        if self.model._is_stateful and kinds == {"full_attention"}:
+            kinds = {"recurrent state"}
+        if kinds != {"full_attention"}:
+            other = ", ".join(sorted(kinds - {"full_attention"}))
             raise UnsupportedTargetError(
                 f"{name}: {other} cannot be rolled back here; use a full-attention model"
+            )
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+            raise UnsupportedTargetError(
+                f"{name}: its forward takes no position_ids, which a tree needs; use another model"
             )
 
     def contract(
@@ -204,6 +212,18 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     return lists[0]
 
 
+def _attention_kinds(config: PreTrainedConfig) -> set[str]:
+    """Kinds of attention among the layers, as `layer_types` names them; also where it is absent."""
+    if kinds := getattr(config, "layer_types", None):  # a property in some configs
+        return set(kinds)
+    fields = config.to_dict()
+    window = fields.get("sliding_window")  # one window for every layer, as in Mistral
+    sliding = window is not None and window < fields.get("max_position_embeddings", 0)
+    if sliding or "local" in (fields.get("attention_layers") or ()):
+        return {"sliding_attention"}
+    return {"full_attention"}
+
+
 def serving_dtype() -> str:
     """bfloat16 where this machine computes in it, else float32."""
     if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -224,6 +244,6 @@ def load_target(name: str | Path, dtype: str = "float32", revision: str | None =
             path, dtype=getattr(torch, dtype), revision=revision, attn_implementation="sdpa"
         )
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise OSError(f"target {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     return Target(model, tokenizer)

@@ -78,7 +78,7 @@ def rows_of(trees: Sequence[Tree], roots: Sequence[int]) -> tuple[Tensor, Tensor
     rows repeat the root."""
     n = 1 + max(len(tree) for tree in trees)
     tokens = [[r, *t.tokens] + [r] * (n - 1 - len(t)) for r, t in zip(roots, trees, strict=True)]
-    depths = [[0, *t.depths] + [1] * (n - 1 - len(t)) for t in trees]
+    depths = [[0, *t.depths] + [0] * (n - 1 - len(t)) for t in trees]
     return torch.tensor(tokens), torch.tensor(depths)
 
 

@@ -50,7 +50,7 @@ class Assembly:
 
 
 def assemble(config: RunConfig, engine: Engine, watch: Stopwatch) -> Assembly:
-    """Read and tokenise, load the target, build and bind the head. Raises ValueError or OSError, one line each."""
+    """Read and tokenise, load the target, build and bind the head; ValueError or OSError."""
     folder = target_folder(config.target, engine)
     tokenizer = AutoTokenizer.from_pretrained(folder, revision=config.target.revision)
     data = config.data
@@ -107,7 +107,7 @@ def target_dtype(config: TargetConfig, engine: Engine) -> str:
 def read_rows(
     names: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase, cap: int | None
 ) -> list[Row]:
-    """Conversations of all files as rows, skipped ones counted; the first ones up to `cap` positions.
+    """Conversations of all files as rows, the first ones up to `cap` positions.
 
     Raises ValueError, naming data.max_length, when nothing supervised is left (F04).
     """
@@ -136,7 +136,7 @@ def read_rows(
 
 
 def first_rows(rows: Sequence[Row], positions: int) -> list[Row]:
-    """The longest run of rows from the start with at most this many positions, but at least one row."""
+    """Rows from the start with at most this many positions together; at least one row."""
     kept: list[Row] = []
     used = 0
     for row in rows:
@@ -174,11 +174,10 @@ def build_head(config: RunConfig, target: Target, rows: Sequence[Row]) -> DraftH
     size = asked.get("draft_vocab_size")
     draft_ids: Tensor | None = None
     if size is not None:
-        answers = ([t for t, m in zip(row.ids, row.mask, strict=True) if m] for row in rows)
-        counts = count_tokens(answers, target.vocab_size)
+        counts = count_tokens((row.ids for row in rows), target.vocab_size)
         draft_ids = draft_vocabulary(counts, size, stop_ids(target))
         covered = counts[draft_ids].sum().item() / max(1, counts.sum().item())
-        logger.info("draft vocabulary: %d tokens, %.1f %% of answer tokens", size, 100 * covered)
+        logger.info("draft vocabulary: %d tokens, %.1f %% of the tokens", size, 100 * covered)
     torch.manual_seed(config.training.seed)
     return config.head.build(contract, target.config, draft_ids)
 

@@ -1,9 +1,10 @@
 """Checkpoints of our own: one safetensors file with everything an exact continuation needs.
 
-Tensors: `head.NAME` (fp32 weights), `exp_avg.NAME`, `exp_avg_sq.NAME` (whole, by parameter name), so
-another number of ranks or another backend can go on. The small facts (step, place in the data, best,
-contract) are JSON in the file's metadata: one file is replaced at once, so a checkpoint is never
-torn. Randomness needs no state: every step seeds itself from (seed, step, rank). It knows no loop.
+Tensors: `head.NAME` (fp32 weights), `exp_avg.NAME`, `exp_avg_sq.NAME` (whole, by parameter name),
+so another number of ranks or another backend can go on. The small facts (step, place in the data,
+best, contract) are JSON in the file's metadata: one file is replaced at once, so a checkpoint is
+never torn. Randomness needs no state: every step seeds itself from (seed, step, rank). It knows no
+loop.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def save_head(head: DraftHead, folder: Path) -> None:
-    """Write the head as `save_pretrained` does, read it back, compare, then take the old one's place (F37)."""
+    """Write the head, read it back, compare, and only then take the old one's place (F37)."""
     fresh, old = (folder.with_name(f".{folder.name}.{part}") for part in ("tmp", "old"))
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)

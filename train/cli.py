@@ -1,37 +1,30 @@
 """The `drafthead` command: one function per verb, each only reading options and showing results.
 
 The work of each verb lives in the module it calls; torch and transformers are imported when a verb
-needs them. A user's error is one line and exit code 2, Ctrl-C is 130.
+needs them.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+
+from drafthead.train import terminal
+from drafthead.train.terminal import bars, counting, say
 
 if TYPE_CHECKING:
-    from drafthead.heads.base import DraftHead
     from drafthead.inference.target import Target
 
 app = typer.Typer(
     help="Train draft heads for a frozen language model, decode without loss, measure the gain.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-notes = Console(stderr=True, highlight=False)
-"""Progress and remarks; standard output holds results only."""
 
 EMBEDDED = "embedded"
 
@@ -55,7 +48,7 @@ def fetch_demo(
     """
     from drafthead.data.embedded import fetch_target
 
-    folder = fetch_target(directory, progress=notes.print)
+    folder = fetch_target(directory, progress=say)
     _result(as_json, {"target": str(folder)}, f"{folder} is ready: use it with --target {folder}")
 
 
@@ -76,16 +69,20 @@ def regenerate(
 
     Example: drafthead regenerate prompts.jsonl --out train.jsonl.gz --temperature 0.7
     """
-    from drafthead.data.conversations import read_prompts
+    from drafthead.inference.compare import prompts_of
     from drafthead.inference.regenerate import Answering, regenerate
 
-    prompts, skips = read_prompts(file)
-    if skips.total:
-        notes.print(f"{file}: {skips.summary()}")
+    dtype = _dtype(dtype)
+    prompts = prompts_of([str(file)], say)
+    _make_folder(out)
     answering = Answering(temperature, top_p, max_new_tokens, seed, batch)
     model = _target(target, dtype)
-    with _progress("answering") as step:
-        report = regenerate(model, prompts, out, answering, progress=step)
+    try:
+        with bars() as shown:
+            step = counting(shown, "answering")
+            report = regenerate(model, prompts, out, answering, progress=step)
+    except KeyboardInterrupt:
+        raise terminal.StoppedError("the same command continues where it was") from None
     dropped = dict(report.skipped)
     _result(
         as_json,
@@ -103,7 +100,9 @@ def regenerate(
 @app.command()
 def train(
     config: Annotated[str, typer.Option(help="YAML file, or the name of a preset.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="A.B=C", help="Settings over the file's.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Continue the run in `out`.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -117,8 +116,8 @@ def train(
     from drafthead.train.loop import run
 
     settings = load_config(config, overrides or [])
-    with _training_progress() as tick:
-        result = run(settings, resume=resume, progress=tick)
+    with bars() as shown:
+        result = run(settings, resume=resume, progress=terminal.training(shown))
     tau = "–" if result.simulated_tau is None else f"{result.simulated_tau:.3f}"
     _result(
         as_json,
@@ -155,24 +154,26 @@ def evaluate(
     from drafthead.inference.compare import Comparison, compare
     from drafthead.inference.evaluate import Settings
 
+    dtype = _dtype(dtype)
+    if out is not None:
+        _make_folder(out)
     asked = Comparison(
         head=head,
         target=_target_folder(target),
-        dtype=_dtype(dtype),
+        dtype=dtype,
         prompts=tuple(prompts or ["samples/test"]),
         trees=tuple(tree or ["chain:3"]),
         limit=limit,
         identity=identity,
         settings=Settings(max_new_tokens, temperature, top_k, top_p, seed, rule),
     )
-    with _progress("evaluating") as step:
-        result = compare(asked, progress=step, stage=notes.print)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
-    _table(result["records"])
+    with bars() as shown:
+        result = compare(asked, progress=counting(shown, "evaluating"), stage=say)
+    terminal.table(result["records"], remark=as_json)
     if as_json:
         print(json.dumps(result, default=str))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
 
 
 @app.command()
@@ -199,19 +200,25 @@ def generate(
     """
     from drafthead.data.chat import ChatFormat
     from drafthead.data.conversations import Message
+    from drafthead.inference.compare import check_rule, fitted, opened
     from drafthead.inference.drafters import HeadDrafter
     from drafthead.inference.evaluate import Settings
     from drafthead.inference.stream import Stream
     from drafthead.inference.tree import Shape
 
-    model = _target(target, dtype)
-    drafter = None if head is None else HeadDrafter(_head(head, model), Shape.parse(tree))
+    dtype, shape = _dtype(dtype), Shape.parse(tree)
+    check_rule(rule, [shape])
     settings = Settings(max_new_tokens, temperature, top_k, top_p, seed, rule)
+    unbound = None if head is None else opened(head, dtype)
+    model = _target(target, dtype)
     assert model.tokenizer is not None
-    chat = ChatFormat(model.tokenizer)
+    drafter, chat = None, ChatFormat(model.tokenizer)
+    if unbound is not None:
+        drafter = HeadDrafter(fitted(unbound, model), shape)
+        chat = ChatFormat(model.tokenizer, unbound.contract.template_kwargs)
     colours = marks and not as_json and sys.stdout.isatty()
     messages: list[Message] = []
-    for said in [prompt] if prompt is not None else _said():
+    for said in _said() if prompt is None else [prompt]:
         messages.append(Message("user", said))
         stream = Stream(model, drafter, chat.prompt_ids(messages), settings)
         text = ""
@@ -223,14 +230,16 @@ def generate(
                 )
                 sys.stdout.flush()
         messages.append(Message("assistant", text))
-        figures = {"tokens": stream.tokens, "tau": stream.tau, "tokens_per_s": stream.tokens_per_s}
         if as_json:
+            figures = {
+                "new_tokens": len(stream.row.new_ids),
+                "tau": stream.tau,
+                "tokens_per_s": stream.tokens_per_s,
+            }
             print(json.dumps({"text": text, **figures}, ensure_ascii=False))
             continue
         print()
-        notes.print(
-            f"{stream.tokens_per_s:.1f} tokens/s, {stream.tau:.2f} tokens per round", style="dim"
-        )
+        say(f"{stream.tokens_per_s:.1f} tokens/s, {stream.tau:.2f} tokens per round", "dim")
 
 
 @app.command()
@@ -246,7 +255,7 @@ def demo(
 
     Example: drafthead demo --out runs/demo
     """
-    from drafthead.train.demo import DemoSize, Watcher, demo
+    from drafthead.train.demo import ROWS, DemoSize, Watcher, demo
 
     size = DemoSize(
         positions=positions if train_minutes is None else None,
@@ -254,11 +263,12 @@ def demo(
         prompts=prompts,
         new_tokens=new_tokens,
     )
-    with _training_progress() as tick, _progress("evaluating") as step:
-        result = demo(out, size, Watcher(notes.print, tick, step))
-    notes.print(f"\n{result['sample']}\n", style="dim")
-    _table({name: result[name] for name in ("plain", "lookup", "head", "merged")})
-    notes.print(
+    with bars() as shown:
+        watcher = Watcher(say, terminal.training(shown), counting(shown, "evaluating"))
+        result = demo(out, size, watcher)
+    say(f"\n{result['sample']}\n", "dim")
+    terminal.table({name: result[name] for name in ROWS}, remark=as_json)
+    say(
         f"simulated tau {result['simulated_tau']:.2f}; {result['seconds']:.0f} s in all; "
         f"{out / 'result.json'} and {out / 'report.html'} hold the figures"
     )
@@ -273,7 +283,7 @@ def _target_folder(name: str) -> str:
     from drafthead.data.embedded import default_target, fetch_target
 
     if name == EMBEDDED:
-        return str(fetch_target(default_target(), progress=notes.print))
+        return str(fetch_target(default_target(), progress=say))
     return name
 
 
@@ -290,118 +300,44 @@ def _dtype(name: str) -> str:
 def _target(name: str, dtype: str) -> Target:
     from drafthead.inference.target import load_target
 
-    return load_target(_target_folder(name), _dtype(dtype))
-
-
-def _head(folder: Path, target: Target) -> DraftHead:
-    from drafthead.inference.compare import bound_head
-
-    return bound_head(folder, target)
+    return load_target(_target_folder(name), dtype)
 
 
 def _said() -> Iterator[str]:
     """User messages: lines of the terminal until an empty one or Ctrl-D, else all of standard
     input."""
     if not sys.stdin.isatty():
-        if text := sys.stdin.read().strip():
-            yield text
+        text = sys.stdin.read().strip()
+        if not text:
+            raise ValueError("no prompt: give --prompt TEXT, or write one to standard input")
+        yield text
         return
     while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            return
+        # Not by `input`, which may write its prompt to standard output, among the results.
+        terminal.notes.print("> ", end="")
+        line = sys.stdin.readline().strip()
         if not line:
             return
         yield line
+
+
+def _make_folder(out: Path) -> None:
+    """Make the folder of a result before the work, which a bad path would waste."""
+    if out.is_dir():
+        raise ValueError(f"--out {out}: is a folder; name a file")
+    out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _result(as_json: bool, values: dict[str, Any], line: str) -> None:
     print(json.dumps(values, default=str) if as_json else line)
 
 
-def _table(records: dict[str, Any]) -> None:
-    from drafthead.inference.report import HEADER, table_rows
-
-    table = Table(*HEADER)
-    for row in table_rows(records):
-        table.add_row(*row)
-    notes.print(table)
-
-
-def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
-    return Progress(*columns, TimeElapsedColumn(), console=notes, transient=True)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Any]:
-    """A bar fed with (done, total), shown from the first call on."""
-    bar = _bar()
-    task = bar.add_task(name, total=None, note="", visible=False)
-
-    def step(done: int, total: int) -> None:
-        if not bar.live.is_started:
-            bar.start()
-        bar.update(task, completed=done, total=total, note=f"{done}/{total}", visible=done < total)
-
-    try:
-        yield step
-    finally:
-        bar.stop()
-
-
-@contextmanager
-def _training_progress() -> Iterator[Any]:
-    """A bar fed with the trainer's ticks, gone when training is over."""
-    bar = _bar()
-    task = bar.add_task("training", total=1.0, note="", visible=False)
-
-    def tick(at: Any) -> None:
-        if not bar.live.is_started:
-            bar.start()
-        loss = "" if at.loss is None else f"loss {at.loss:.3f}, "
-        note = f"step {at.step}, {loss}{at.positions_per_s:.0f} positions/s"
-        bar.update(task, description=at.phase, completed=at.share, note=note, visible=True)
-        if at.share >= 1.0:
-            bar.stop()
-
-    try:
-        yield tick
-    finally:
-        bar.stop()
-
-
 def main() -> None:
     """Entry point of the `drafthead` command."""
-    # Threads that spin while they wait slow a forward many times on a busy machine; OpenMP reads
-    # this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("drafthead").setLevel(logging.INFO)
-    try:
-        app(standalone_mode=False)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        notes.print("interrupted")
-        sys.exit(130)
-    except Exception as error:
-        sys.exit(_explain(error))
-
-
-def _explain(error: Exception) -> int:
-    """One line for what a user can mend; anything else is a defect and keeps its traceback."""
-    import click
-
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
-    if isinstance(error, ValueError | OSError | FloatingPointError):
-        notes.print(f"error: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
-        return 2
-    raise error
+    terminal.set_up()
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    sys.exit(terminal.run(app))
 
 
 if __name__ == "__main__":

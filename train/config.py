@@ -223,7 +223,7 @@ def data_path(name: str) -> Path:
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
-    """Put the first mistake of a validation into one line: dotted path, what is wrong, what is near."""
+    """Put the first mistake into one line: dotted path, what is wrong, what is near."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, ValueError) and (

@@ -19,6 +19,7 @@ from drafthead.inference.report import write_report
 from drafthead.inference.target import serving_dtype
 from drafthead.train.config import load_config
 from drafthead.train.loop import Tick, TrainResult, run
+from drafthead.train.record import RunFolder
 
 PRESET = "smollm2-eagle3"
 ROWS = ("plain", "lookup", "head", "merged")
@@ -77,7 +78,9 @@ def _train(out: Path, size: DemoSize, watcher: Watcher) -> TrainResult:
         overrides += [f"training.max_minutes={size.minutes}", "training.epochs=null"]
     elif size.positions is not None:
         overrides.append(f"data.positions={size.positions}")
-    return run(load_config(PRESET, overrides), progress=watcher.training)
+    # A demo that was stopped goes on where it was; a finished one is only measured again.
+    resume = RunFolder(out).last.exists()
+    return run(load_config(PRESET, overrides), resume=resume, progress=watcher.training)
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:

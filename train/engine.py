@@ -47,7 +47,8 @@ class Engine:
             # Without this, accelerate counts one process on a CPU under DeepSpeed.
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
         self._accelerator = Accelerator(
-            # Without it, CPU processes are not wrapped; with it, DeepSpeed is left out: both silently.
+            # Without it, CPU processes are not wrapped; with it, DeepSpeed is left out: both
+            # silently.
             cpu=on_cpu and not deepspeed,
             mixed_precision="no",  # autocast is entered by the objective, around what needs it
             log_with=None if config.tracker == "none" else config.tracker,
@@ -65,7 +66,9 @@ class Engine:
         self._parameters: dict[str, nn.Parameter] = {}
         self._last = True
         if self.world > 1 and self._accelerator.distributed_type == DistributedType.NO:
-            raise ValueError(f"{self.world} processes would not share gradients; use accelerate launch")
+            raise ValueError(
+                f"{self.world} processes would not share gradients; use accelerate launch"
+            )
         self._refuse_partitioned_head()
 
     def _refuse_partitioned_head(self) -> None:
@@ -83,7 +86,7 @@ class Engine:
     def load_target(self, name: str | Path, dtype: str, revision: str | None = None) -> Target:
         """Load the frozen target whole on this rank, in eval mode and without gradients."""
         # from_pretrained partitions whenever a DeepSpeed config is alive, and accelerate makes one.
-        unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+        unset_hf_deepspeed_config()
         target = load_target(name, dtype, revision)
         target.model.requires_grad_(False)
         target.model.to(self.device)
@@ -129,7 +132,7 @@ class Engine:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Wrap forward and backward of one micro-batch; gradients meet across ranks at the last one."""
+        """Wrap forward and backward of one micro-batch; ranks add gradients at the last one."""
         self._last = last
         if self.sharded:
             self._model.set_gradient_accumulation_boundary(is_boundary=last)
@@ -143,10 +146,13 @@ class Engine:
         if self.sharded:
             self._model.backward(scaled)
         else:
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()
 
     def step(self, lr: float, clip: float) -> float:
-        """Clip, update, clear; return the gradient norm. Not finite: nothing changes, on any rank (F26, F27)."""
+        """Clip, update, clear, and return the gradient norm.
+
+        When that is not finite nothing changes, on any rank (F26, F27).
+        """
         assert self._optimiser is not None, "prepare comes first"
         if self.sharded:
             for group in self._model.optimizer.param_groups:
@@ -196,7 +202,7 @@ class Engine:
     # Optimiser state by parameter name, whole, whoever shards it
 
     def optimiser_state(self) -> tuple[dict[str, Tensor], int]:
-        """Moments as `exp_avg.NAME`, on the CPU, and the number of updates; all ranks must call it."""
+        """Moments as `exp_avg.NAME` on the CPU, and the count of updates; all ranks call it."""
         updates = self._updates()
         if not updates:
             return {}, 0
@@ -232,7 +238,7 @@ class Engine:
                 state["step"].fill_(float(updates))
 
     def _make_sharded_state(self) -> None:
-        """Let DeepSpeed make and link its state: a step of zero gradient and zero rate moves nothing."""
+        """Let DeepSpeed make its state: a step of zero gradient and zero rate moves nothing."""
         zero = sum((p.sum() * 0.0 for p in self._parameters.values()), torch.zeros(()))
         with self.micro_batch(last=True):
             self.backward(zero.to(self.device))
@@ -286,7 +292,7 @@ class Engine:
 
 
 def wants_bf16(precision: str, device: torch.device) -> bool:
-    """Decide `auto`: bf16 where the device computes in it, which a CPU without the instructions emulates."""
+    """Decide `auto`: bf16 where the device computes in it and does not just emulate it."""
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":

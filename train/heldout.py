@@ -36,7 +36,7 @@ class Simulated:
     simulated_survival: tuple[float, ...]
     simulated_conditional: tuple[float, ...]
     simulated_match: tuple[float, ...]
-    """Share of all positions whose draft is the target's choice; draft-vocabulary misses count as misses."""
+    """Share of positions whose draft is the target's choice; out of vocabulary is a miss."""
     simulated_overlap: tuple[float, ...]
     """Mean sum of min(p, q) over the draft vocabulary at temperature 1."""
     rounds: int
@@ -80,7 +80,7 @@ def drafts_of(head: DraftHead, batch: TeacherBatch, steps: int) -> tuple[Drafts,
     sums = torch.zeros(steps, 3, dtype=torch.float64)
     for depth, prediction in enumerate(head.unroll(batch, steps)):
         at = prediction.teacher
-        draft = head.draft_ids[prediction.logits.argmax(dim=-1)]
+        draft = head.draft_ids[prediction.logits.max(dim=-1).indices]
         match = draft == top[at]
         for table, values in zip(
             tables, (torch.ones_like(match), match, draft == following[at]), strict=True
@@ -94,7 +94,7 @@ def drafts_of(head: DraftHead, batch: TeacherBatch, steps: int) -> tuple[Drafts,
 
 
 def walk(drafts: Drafts) -> Tensor:
-    """Walk the rounds of every row: (K, 2) fp64 by depth, rounds observed there and accepted there."""
+    """Walk every row: (K, 2) fp64 by depth, rounds observed there and accepted there."""
     steps = drafts.known.shape[-1]
     counts = [[0, 0] for _ in range(steps)]
     for known, match, follow in zip(
@@ -121,7 +121,7 @@ def walk(drafts: Drafts) -> Tensor:
 
 
 def simulate(objective: Objective, batch: TeacherBatch) -> Tensor:
-    """(K, 5) fp64 sums of one batch, to be added over batches and ranks, then given to `summarise`."""
+    """(K, 5) fp64 sums of one batch: add them over batches and ranks for `summarise`."""
     with objective.computing(batch) as cast:
         drafts, sums = drafts_of(objective.head, cast, objective.steps)
     return torch.cat([walk(drafts), sums], dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """SIGTERM too: that is how launchers and clusters end a process."""
+
+
+ECHO_SECONDS = 2.0
+"""Signals this soon after the first are its echo: a terminal signals a launcher and its workers,
+and then the launcher signals its workers once more."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,10 +41,15 @@ def stop_requests() -> Iterator[StopRequest]:
         yield request  # only the main thread may set handlers
         return
 
+    asked_at = 0.0
+
     def handle(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal asked_at
         if request.asked:
-            raise KeyboardInterrupt
-        request.asked = True
+            if time.monotonic() - asked_at > ECHO_SECONDS:
+                raise KeyboardInterrupt
+            return
+        request.asked, asked_at = True, time.monotonic()
         logger.warning("stopping at the next safe place; once more stops at once")
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}

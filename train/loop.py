@@ -1,9 +1,9 @@
-"""The training loop: one screen, and the few functions it calls. It never asks which head it trains.
+"""The training loop, and the few functions it calls. It never asks which head it trains.
 
 An optimiser step takes `accumulate` micro-batches of each rank; what it skips, when it stops and
-what rate it uses are the same on every rank. Interrupted runs leave a checkpoint of the last complete
-step, from which `resume` goes on exactly as if nothing had happened: micro-batches after that step
-are run again.
+what rate it uses are the same on every rank. Interrupted runs leave a checkpoint of the last
+complete step, from which `resume` goes on exactly as if nothing had happened: micro-batches after
+that step are run again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -35,9 +34,12 @@ from drafthead.train.engine import Engine
 from drafthead.train.heldout import Simulated, simulate, summarise
 from drafthead.train.interrupt import Interrupted, StopRequest, stop_requests
 from drafthead.train.record import RunFolder, write_atomically
+from drafthead.train.result import Progress, Tick, TrainResult
 from drafthead.train.schedule import Limits, learning_rate
 from drafthead.train.teacher import blank, epoch_order
 from drafthead.train.timing import Stopwatch
+
+__all__ = ["DivergedError", "Progress", "Tick", "TrainResult", "Trainer", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,55 +51,13 @@ class DivergedError(ValueError):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
 
-@dataclass(frozen=True)
-class Tick:
-    """Where a run is, for a progress bar; sent after every micro-batch and evaluated batch."""
-
-    phase: str
-    """`train` or `evaluate`."""
-    step: int
-    """Complete optimiser steps."""
-    share: float
-    """How much of the run is behind, 0 to 1."""
-    loss: float | None
-    """Of the last complete step."""
-    positions_per_s: float
-
-
-Progress = Callable[[Tick], None]
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run came to."""
-
-    head: Path
-    """Folder of the best head, as `save_pretrained` writes it."""
-    out: Path
-    steps: int
-    positions: int
-    """Token positions trained on, over all sittings and ranks, padding excluded."""
-    seconds: float
-    """Wall clock over all sittings, evaluations included."""
-    positions_per_s: float
-    """Of this sitting and all ranks, over the time spent in steps."""
-    shares: dict[str, float]
-    """Share of this process's time by part."""
-    best_step: int | None
-    simulated_tau: float | None
-    """Held-out figure of the saved head; None without held-out rows."""
-    simulated_survival: tuple[float, ...]
-    skipped: int
-    """Steps skipped because something was not finite."""
-    dropped: int
-    """Rows this rank left out because the target's states are not finite."""
-
-
 def run(
     config: RunConfig, *, resume: bool = False, progress: Progress | None = None
 ) -> TrainResult:
-    """Train a head as the config says. Raises ValueError or OSError (one line each), or KeyboardInterrupt
-    after an interruption, which leaves a checkpoint to resume from.
+    """Train a head as the config says, or go on with the run in `config.out`.
+
+    Raises ValueError or OSError (one line each), and KeyboardInterrupt after an interruption, which
+    leaves a checkpoint to resume from.
     """
     folder = RunFolder(config.out)
     engine = Engine(config)
@@ -145,6 +105,9 @@ class Trainer:
 
     def start(self, checkpoint: Checkpoint | None) -> None:
         """Place everything on the device, from the checkpoint if there is one."""
+        self.began = time.monotonic()
+        if checkpoint is None:
+            self.warm_start()
         if checkpoint is not None:
             checkpoint.check(self.config.identity(), self.parts.head.contract, self.folder.last)
             load_weights(self.parts.head, checkpoint.weights)
@@ -156,7 +119,19 @@ class Trainer:
         )
         if checkpoint is not None:
             self.engine.load_optimiser_state(checkpoint.moments, checkpoint.updates)
-        self.began = time.monotonic() - self.state.seconds
+        self.began -= self.state.seconds
+
+    def warm_start(self) -> None:
+        """Let the head fit itself to the first batches, the same ones on every rank."""
+        chosen, positions = [], 0
+        for index in epoch_order(self.parts.train_batches, self.config.training.seed, 0):
+            if positions >= self.parts.head.settings.warm_start:
+                break
+            chosen.append(index)
+            positions += self.parts.train.positions(index)
+        if chosen:
+            with self.watch.part("warm start"):
+                self.parts.head.warm_start(self.parts.train.batch(index) for index in chosen)
 
     def train(self, request: StopRequest) -> None:
         """Step until a limit; on a request to stop, save and raise KeyboardInterrupt."""
@@ -190,13 +165,13 @@ class Trainer:
     # The steps of the loop, in their order
 
     def next_group(self) -> list[int]:
-        """The micro-batches of the next optimiser step, over all ranks: fewer at the end of an epoch."""
+        """Micro-batches of the next step over all ranks: fewer at the end of an epoch."""
         training, state = self.config.training, self.state
         order = epoch_order(self.parts.train_batches, training.seed, state.epoch)
         return order[state.position : state.position + self.group_size]
 
     def fetch(self, group: Sequence[int]) -> list[TeacherBatch]:
-        """This rank's share of the group, as many batches on every rank; missing ones are blank (F27)."""
+        """This rank's share of the group; a rank that has one too few gets a blank one (F27)."""
         batches = []
         world, rank = self.engine.world, self.engine.rank
         for start in range(0, len(group), world):
@@ -215,7 +190,7 @@ class Trainer:
         )
 
     def forward_backward(self, batches: Sequence[TeacherBatch]) -> Tensor:
-        """Gradients of the step's loss; (1 + 4 K,) fp64 over all ranks: the loss, then its sums by depth."""
+        """Make the step's gradients; (1 + 4 K,) fp64 over all ranks: loss, sums by depth."""
         objective, engine = self.parts.objective, self.engine
         torch.manual_seed(_step_seed(self.config.training.seed, self.state.step, engine.rank))
         mine = torch.stack([objective.countable(batch).sum() for batch in batches]).sum()
@@ -236,7 +211,7 @@ class Trainer:
             return self.engine.step(rate, self.config.optimiser.clip)
 
     def guard(self, norm: float, group: Sequence[int]) -> None:
-        """Count a step whose gradient was not finite; stop when there were too many in a row (F26)."""
+        """Count a step whose gradient was not finite; stop when too many come in a row (F26)."""
         state = self.state
         if math.isfinite(norm):
             state.skipped_in_row = 0
@@ -248,8 +223,9 @@ class Trainer:
         logger.warning("step %d skipped: gradient is not finite; rows %s", state.step + 1, shown)
         if state.skipped_in_row >= self.config.training.max_skips:
             raise DivergedError(
-                f"training.max_skips: {state.skipped_in_row} steps in a row without a finite gradient, "
-                f"the last at step {state.step + 1} (rows {shown}); lower optimiser.lr or look at the rows"
+                f"training.max_skips: {state.skipped_in_row} steps in a row without a finite "
+                f"gradient, the last at step {state.step + 1} (rows {shown}); lower optimiser.lr "
+                "or look at the rows"
             )
 
     def advance(self, group: Sequence[int]) -> None:
@@ -286,7 +262,7 @@ class Trainer:
         parts, engine, state = self.parts, self.engine, self.state
         assert parts.heldout is not None, "due() answers False without held-out rows"
         sums = torch.zeros(parts.objective.steps, 5, dtype=torch.float64)
-        parts.head.eval()
+        parts.head.train(False)
         with self.watch.part("evaluate"):
             for index in range(engine.rank, parts.heldout_batches, engine.world):
                 sums += simulate(parts.objective, parts.heldout.batch(index))
@@ -303,7 +279,7 @@ class Trainer:
     # What the steps use
 
     def due(self, every: int | None) -> bool:
-        """Whether this step is to be evaluated and was not yet (an interrupted evaluation is made up for)."""
+        """Whether this step is to be evaluated; an interrupted evaluation is made up for."""
         state = self.state
         return (
             self.parts.heldout is not None
@@ -385,7 +361,7 @@ class Trainer:
             if state.best_step is not None:
                 load_weights(parts.head, load_checkpoint(folder.best).weights)
                 survival = tuple(json.loads(folder.evaluation.read_text())["simulated_survival"])
-            save_head(parts.head.eval(), folder.head)
+            save_head(parts.head.train(False), folder.head)
         self.engine.wait()
         result = TrainResult(
             head=folder.head,
@@ -424,5 +400,5 @@ def _announce(parts: Assembly) -> None:
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:
-    """A step's own seed: randomness depends on nothing before it, so that resuming needs no state."""
+    """A step's own seed: randomness depends on nothing before, so resuming needs no state."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63

@@ -7,19 +7,20 @@ Shapes: M rows (supervised positions of one depth), N teacher rows, Vd draft voc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 21
-"""Elements of one fp32 working copy (8 MiB): small enough for a CPU cache level, and a bound on memory."""
+"""Elements of one fp32 working copy (8 MiB): a bound on memory that suits a CPU's cache."""
 
 
 def soft_cross_entropy(
     logits: Tensor, teacher_logits: Tensor, rows: Tensor | None = None
 ) -> Tensor:
-    """Cross-entropy of a draft against the teacher's distribution, renormalised over the draft vocabulary.
+    """Cross-entropy against the teacher's distribution, renormalised over the draft vocabulary.
 
     logits: (M, Vd) with gradient; teacher_logits: (N, Vd), never given one; rows: (M,) int64, which
     teacher row each draft row is measured against (default: N = M, in order). Returns (M,) fp32.
@@ -27,12 +28,12 @@ def soft_cross_entropy(
     once in the dtype of the logits. The soft target is EAGLE-3's (arXiv 2503.01840).
     """
     _check(logits, teacher_logits, rows)
-    value: Tensor = _SoftCrossEntropy.apply(logits, teacher_logits, rows)  # type: ignore[no-untyped-call]
-    return value
+    apply: Callable[..., Tensor] = _SoftCrossEntropy.apply
+    return apply(logits, teacher_logits, rows)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """`-sum(softmax(teacher) * log_softmax(logits))` that stores its gradient instead of its inputs."""
+    """`-sum(softmax(teacher) * log_softmax(logits))`, storing its gradient and no input."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher_logits: Tensor, rows: Tensor | None) -> Tensor:
@@ -94,6 +95,7 @@ def _check(logits: Tensor, teacher_logits: Tensor, rows: Tensor | None) -> None:
     count = len(teacher_logits) if rows is None else len(rows)
     if logits.shape[1:] != teacher_logits.shape[1:] or len(logits) != count:
         raise ValueError(
-            f"draft logits {tuple(logits.shape)} do not fit teacher logits {tuple(teacher_logits.shape)}"
+            f"draft logits {tuple(logits.shape)} do not fit "
+            f"teacher logits {tuple(teacher_logits.shape)}"
             + ("" if rows is None else f" picked by rows {tuple(rows.shape)}")
         )

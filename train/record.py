@@ -55,7 +55,8 @@ class RunFolder:
         """Make the folder and write down what was asked for; refuse to run over another run."""
         if not resume and self.last.exists():
             raise FileExistsError(
-                f"out: {self.root} holds a run already; resume it with --resume, or name another folder"
+                f"out: {self.root} holds a run already; resume it with --resume, "
+                "or name another folder"
             )
         if resume and not self.last.exists():
             raise FileNotFoundError(
@@ -74,7 +75,7 @@ class RunFolder:
             file.write(json.dumps(event) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the events of steps that a resumed run will make again, and a line that was cut off."""
+        """Drop the events of steps that a resumed run makes again, and lines cut off."""
         if not self.metrics.exists():
             return
         kept = []

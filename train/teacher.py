@@ -133,7 +133,7 @@ class OnlineFeatures:
     def _finite(
         self, features: Tensor, last_hidden: Tensor, real: Tensor, rows: Sequence[Row]
     ) -> Tensor:
-        """(B,) bool: rows whose states are all finite; others count, and too many end the run (F18)."""
+        """(B,) bool: rows with finite states; others are counted, too many end the run (F18)."""
         fine = features.isfinite().all(dim=-1) & last_hidden.isfinite().all(dim=-1)
         finite = (fine | ~real).all(dim=1)
         for row, good in zip(rows, finite.tolist(), strict=True):

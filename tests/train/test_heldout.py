@@ -11,7 +11,9 @@ from drafthead.train.heldout import Drafts, summarise, walk
 
 
 def make_drafts(
-    match: list[list[int]], follow: list[list[int]] | None = None, known: list[list[int]] | None = None
+    match: list[list[int]],
+    follow: list[list[int]] | None = None,
+    known: list[list[int]] | None = None,
 ) -> Drafts:
     """One row: (T, K) tables of 0 and 1; by default all is known, and a match follows the text."""
     table = torch.tensor([match], dtype=torch.bool)

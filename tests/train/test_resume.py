@@ -1,4 +1,4 @@
-"""Resuming is exact (F30), and checkpoints are whole, portable and refused where they do not belong."""
+"""Resuming is exact (F30); checkpoints are whole, and refused where they do not belong."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toy_head  # noqa: F401  registers itself
 import torch
+import toy_head  # noqa: F401  registers itself
 from runs import MakeConfig, events
 from safetensors.torch import load_file
 

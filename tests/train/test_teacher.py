@@ -150,4 +150,3 @@ def test_collate_pads_on_the_right_and_a_blank_batch_supervises_nothing() -> Non
     assert supervised(mask).tolist() == [[True, True, False], [False, False, False]]
     batch = make_source(make_rows(3)).batch(0)
     assert not blank(batch).mask.any()
-
