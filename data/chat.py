@@ -207,7 +207,8 @@ def build_rows(
     if not rows:
         raise ValueError(f"no row is left with max_length {max_length}; {skips.summary()}")
     cut = sum(len(row.ids) == max_length for row in rows)
-    logger.info("%d of %d rows fill max_length %d and may be cut", cut, len(rows), max_length)
+    if cut:
+        logger.info("%d of %d rows fill max_length %d and may be cut", cut, len(rows), max_length)
     return rows, skips
 
 

@@ -8,6 +8,7 @@ up before. The baseline is this same loop without a draft, which is the fastest 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from drafthead.inference.metrics import Acceptance, Round, acceptance
 from drafthead.inference.noise import Noise
 from drafthead.inference.sampling import Sampler, Warps
 from drafthead.inference.target import Target
+
+log = logging.getLogger(__name__)
 
 PLAIN = "plain"
 
@@ -137,6 +140,9 @@ def evaluate(
         for turn in prompt.turns:
             messages.append(Message("user", turn))
             ids = chat.prompt_ids(messages)
+            if len(messages) > 1 and len(ids) + settings.max_new_tokens > target.context:
+                log.warning("%s: its turn %d no longer fits the context", prompt.id, len(messages))
+                break
             if not done:
                 _warm_up(target, sides, ids, settings)
             # Another side goes first each time, so that none always finds the caches warm.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -232,18 +233,29 @@ def serving_dtype() -> str:
 
 
 def load_target(name: str | Path, dtype: str = "float32", revision: str | None = None) -> Target:
-    """Load model and tokenizer of a folder or Hub id; a missing one is one line."""
-    path = str(name)
+    """Load model and tokenizer of a folder or Hub id; what is missing or broken is one line."""
+    with _loading(str(name)) as path:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), revision=revision, attn_implementation="sdpa"
+        )
+    return Target(model, load_tokenizer(name, revision))
+
+
+def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load only the tokenizer, with the same errors."""
+    with _loading(str(name)) as path:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, revision=revision)
+    return tokenizer
+
+
+@contextmanager
+def _loading(path: str) -> Iterator[str]:
     if not Path(path).is_dir() and ("/" not in path or path.startswith((".", "/", "~"))):
         raise FileNotFoundError(
             f"target {path!r}: no such folder, and not a Hub id (ORG/NAME); "
             "`drafthead fetch-demo DIR` makes the embedded one"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), revision=revision, attn_implementation="sdpa"
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
+        yield path
+    except (OSError, ValueError, SafetensorError) as error:
         raise OSError(f"target {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    return Target(model, tokenizer)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from drafthead.data.chat import ChatFormat, Row, build_rows
 from drafthead.data.conversations import read_conversations
@@ -20,7 +20,7 @@ from drafthead.data.embedded import default_target, fetch_target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.contract import default_layers
 from drafthead.heads.vocabulary import count_tokens, draft_vocabulary
-from drafthead.inference.target import Target
+from drafthead.inference.target import Target, load_tokenizer
 from drafthead.train.config import EMBEDDED, DataConfig, RunConfig, TargetConfig, data_path
 from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
@@ -48,11 +48,20 @@ class Assembly:
         """The head's trained parameters by name: all that an optimiser may hold."""
         return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
+    def announce(self) -> None:
+        """Say what is trained and what is not (F29)."""
+        counts = {name: p.numel() for name, p in self.trainable.items()}
+        frozen = sum(p.numel() for p in self.head.parameters()) - sum(counts.values())
+        target = sum(p.numel() for p in self.target.model.parameters())
+        logger.info("training %d weights of the head", sum(counts.values()))
+        logger.info("frozen: %d weights of the target, %d of the head", target, frozen)
+        logger.debug("trainable: %s", counts)
+
 
 def assemble(config: RunConfig, engine: Engine, watch: Stopwatch) -> Assembly:
     """Read and tokenise, load the target, build and bind the head; ValueError or OSError."""
     folder = target_folder(config.target, engine)
-    tokenizer = AutoTokenizer.from_pretrained(folder, revision=config.target.revision)
+    tokenizer = load_tokenizer(folder, config.target.revision)
     data = config.data
     train_rows = read_rows(data.train, data, tokenizer, data.positions)
     heldout_rows = read_rows(data.heldout, data, tokenizer, data.heldout_positions)

@@ -62,14 +62,16 @@ def run(
     folder = RunFolder(config.out)
     engine = Engine(config)
     if engine.is_main:
-        folder.start(config, resume)
+        folder.check(resume)
     engine.wait()
     settle = torch.cuda.synchronize if engine.device.type == "cuda" else None
     watch = Stopwatch(settle)
     parts = assemble(config, engine, watch)
-    _announce(parts)
+    parts.announce()
     trainer = Trainer(config, engine, parts, folder, watch, progress)
     trainer.start(load_checkpoint(folder.last) if resume else None)
+    if engine.is_main:
+        folder.start(config, resume)
     engine.start_tracking(config)
     try:
         with stop_requests() as request:
@@ -381,22 +383,6 @@ class Trainer:
             figures = asdict(result) | {"head": str(result.head), "out": str(result.out)}
             write_atomically(folder.root / "result.json", json.dumps(figures, indent=2) + "\n")
         return result
-
-
-def _announce(parts: Assembly) -> None:
-    """Say what is trained and what is not, by name and count (F29)."""
-    trainable = parts.trainable
-    frozen = sum(p.numel() for p in parts.target.model.parameters())
-    own = {n: p for n, p in parts.head.named_parameters() if n not in trainable}
-    logger.info(
-        "trainable: %d in %s", sum(p.numel() for p in trainable.values()), ", ".join(trainable)
-    )
-    logger.info(
-        "frozen: target %d; of the head %d in %s",
-        frozen,
-        sum(p.numel() for p in own.values()),
-        ", ".join(own) or "nothing",
-    )
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -52,7 +52,15 @@ class RunFolder:
         return self.root / "evaluation.json"
 
     def start(self, config: RunConfig, resume: bool) -> None:
-        """Make the folder and write down what was asked for; refuse to run over another run."""
+        """Write down what is run and in which circumstances, once nothing stands against it."""
+        settings = OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+        write_atomically(self.root / "config.yaml", settings)
+        write_atomically(self.root / "run.json", json.dumps(_circumstances(), indent=2) + "\n")
+        if not resume:
+            self.metrics.unlink(missing_ok=True)
+
+    def check(self, resume: bool) -> None:
+        """Make the folder; refuse to run over another run, or to resume none."""
         if not resume and self.last.exists():
             raise FileExistsError(
                 f"out: {self.root} holds a run already; resume it with --resume, "
@@ -63,11 +71,6 @@ class RunFolder:
                 f"out: {self.root} has no checkpoint to resume; run it without --resume"
             )
         self.root.mkdir(parents=True, exist_ok=True)
-        settings = OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
-        write_atomically(self.root / "config.yaml", settings)
-        write_atomically(self.root / "run.json", json.dumps(_circumstances(), indent=2) + "\n")
-        if not resume:
-            self.metrics.unlink(missing_ok=True)
 
     def log(self, event: Mapping[str, Any]) -> None:
         """Append one event to metrics.jsonl."""
