@@ -108,14 +108,6 @@ class Shape:
             else f"tree:{self.depth}x{self.width}:{self.nodes}"
         )
 
-    def within(self, depth: int) -> Shape | None:
-        """The same shape cut to a smaller depth; None where nothing is left to draft."""
-        if depth < 1:
-            return None
-        if depth >= self.depth:
-            return self
-        return Shape(depth, self.width, depth if self.is_chain else max(self.nodes, depth))
-
     @classmethod
     def parse(cls, text: str) -> Shape:
         """Read `chain:DEPTH` or `tree:DEPTHxWIDTH:NODES`."""

@@ -133,7 +133,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         GENERATE.replace("{target}", "{empty}"),
         ["'{empty}' cannot be loaded"],
     ),
-    "train: empty target": (f"{TRAIN} target.name={{empty}}", []),
+    "train: empty target": (f"{TRAIN} target.name={{empty}}", ["'{empty}' cannot be loaded"]),
+    "generate: cut target": (
+        "generate --target {cut_target} --prompt hello",
+        ["cut_target' cannot be loaded"],
+    ),
     "generate: no such target": (
         "generate --target nowhere --prompt hello",
         ["target 'nowhere': no such folder, and not a Hub id"],
@@ -142,7 +146,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "generate --target some-org/some-model --prompt hello",
         ["target 'some-org/some-model' cannot be loaded"],
     ),
-    "train: Hub id offline": (f"{TRAIN} target.name=some-org/some-model", ["offline"]),
+    "train: Hub id offline": (
+        f"{TRAIN} target.name=some-org/some-model",
+        ["target 'some-org/some-model' cannot be loaded"],
+    ),
 }
 
 

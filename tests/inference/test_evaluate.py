@@ -1,0 +1,365 @@
+"""An evaluation reports what its rounds say, on equal terms for every drafter."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from drafts import AlwaysWrong, HalfRight, own_greedy
+from tiny import tiny_head, tiny_tokenizer
+from torch import nn
+
+from drafthead.data.chat import ChatFormat
+from drafthead.data.conversations import Message, Prompt
+from drafthead.heads.base import DraftHead, TeacherBatch
+from drafthead.inference.compare import line_up, records_of, spread
+from drafthead.inference.drafters import Drafter, HeadDrafter, LookupDrafter
+from drafthead.inference.evaluate import (
+    PLAIN,
+    Answer,
+    Settings,
+    answer,
+    evaluate,
+    identity,
+    plain_record,
+    record,
+    round_parts,
+    speed,
+)
+from drafthead.inference.metrics import acceptance
+from drafthead.inference.simulate import simulate
+from drafthead.inference.target import Target
+from drafthead.inference.tree import Shape
+
+PROMPTS = [
+    Prompt("a", "chat", ["What is the capital of France?", "And of the river?"]),
+    Prompt("b", "maths", ["Three apples and four pears make how many?"]),
+    Prompt("c", "chat", ["Write a function."], system="Be short."),
+]
+SETTINGS = Settings(max_new_tokens=24)
+
+RECORD = {
+    "name", "tokens_per_s", "cpu_tokens_per_s", "speedup", "cpu_speedup", "tau", "tau_interval",
+    "cut", "survival", "conditional", "accepted_per_drafted", "rounds", "identical", "agreement",
+    "round_ms", "by_source", "by_category",
+}  # fmt: skip
+PLAIN_RECORD = {"name", "tokens_per_s", "cpu_tokens_per_s", "round_ms", "new_tokens"}
+
+
+def texts_of(target: Target, prompts: list[Prompt], tokens: int) -> list[list[int]]:
+    """Plain greedy texts of the first turns."""
+    assert target.tokenizer is not None
+    chat = ChatFormat(target.tokenizer)
+    texts = []
+    for prompt in prompts:
+        system = [Message("system", prompt.system)] if prompt.system else []
+        ids = chat.prompt_ids([*system, Message("user", prompt.turns[0])])
+        texts.append(own_greedy(target, ids, tokens))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def trained(chatting: Target) -> DraftHead:
+    """A head that has learnt what `chatting` answers, so that some of its drafts are right."""
+    head = tiny_head(chatting.model, layers=(1, 2, 3)).train()
+    batches = []
+    for text in texts_of(chatting, PROMPTS, 40):
+        ids = torch.tensor([text])
+        features, last_hidden = chatting.states(ids, head.contract.layers)
+        mask = torch.arange(len(text))[None] >= len(text) - 40
+        batches.append(TeacherBatch(ids, mask, features, last_hidden, top=ids))
+    optimiser = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for step in range(60):
+        batch = batches[step % len(batches)]
+        losses = []
+        for prediction in head.unroll(batch, 3):
+            labels = batch.ids[0, prediction.teacher + 1]
+            losses.append(nn.functional.cross_entropy(prediction.logits, labels))
+        optimiser.zero_grad()
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    return head.eval()
+
+
+@pytest.fixture(scope="module")
+def drafters(chatting: Target, trained: DraftHead) -> dict[str, Drafter]:
+    wrong = AlwaysWrong(texts_of(chatting, PROMPTS, 24))
+    return {**line_up(trained, [Shape.parse("chain:3"), Shape.parse("tree:3x3:8")]), "wrong": wrong}
+
+
+@pytest.fixture(scope="module")
+def answers(chatting: Target, drafters: dict[str, Drafter]) -> dict[str, list[Answer]]:
+    return evaluate(chatting, PROMPTS, drafters, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def records(
+    chatting: Target, drafters: dict[str, Drafter], answers: dict[str, list[Answer]]
+) -> dict[str, Any]:
+    prompts = [a.ids[: a.prompt_length] for a in answers[PLAIN][:2]]
+    same = identity(chatting, prompts, drafters, Settings(max_new_tokens=8))
+    return records_of(answers, same)
+
+
+def test_records_have_the_documented_keys(records: dict[str, Any]) -> None:
+    assert list(records) == [
+        "plain", "lookup", "head chain:3", "head tree:3x3:8", "merged", "wrong"
+    ]  # fmt: skip
+    assert set(records["plain"]) == PLAIN_RECORD
+    for name, made in records.items():
+        assert made["name"] == name
+        if name != PLAIN:
+            assert set(made) == RECORD
+            assert set(made["by_category"]) == {"chat", "maths"}
+            assert set(made["round_ms"]) == {"draft", "verify", "commit", "other"}
+
+
+def test_f62_every_figure_is_recomputed_from_the_raw_rounds(
+    answers: dict[str, list[Answer]], records: dict[str, Any]
+) -> None:
+    plain = answers[PLAIN]
+    base = sum(a.timed_tokens for a in plain) / sum(a.seconds for a in plain)
+    for name, given in answers.items():
+        if name == PLAIN:
+            continue
+        made, rounds = records[name], [r for a in given for r in a.rounds]
+        count = len(rounds)
+        assert made["rounds"] == count
+        assert made["tau"] == pytest.approx(sum(r.emitted for r in rounds) / count, abs=1e-12)
+        survivals = [
+            sum(r.accepted >= k for r in rounds) / count
+            for k in range(1, max((r.accepted for r in rounds), default=0) + 1)
+        ]
+        assert made["survival"] == pytest.approx(survivals)
+        products = list(itertools.accumulate(made["conditional"], lambda a, b: a * b))
+        assert products == pytest.approx(survivals, abs=1e-9)
+        assert made["tau"] == pytest.approx(1 + sum(survivals) - made["cut"])
+        drafted = sum(r.drafted for r in rounds)
+        share = sum(r.accepted for r in rounds) / drafted if drafted else 0
+        assert made["accepted_per_drafted"] == pytest.approx(share)
+        low, high = made["tau_interval"]
+        assert low <= made["tau"] <= high
+        tokens, seconds = sum(r.emitted for r in rounds), sum(a.seconds for a in given)
+        assert made["tokens_per_s"] == pytest.approx(tokens / seconds)
+        assert made["speedup"] == pytest.approx(tokens / seconds / base)
+        assert sum(s["rounds"] for s in made["by_source"].values()) == count
+        weighed = sum(s["rounds"] * s["tau"] for s in made["by_source"].values())
+        assert weighed == pytest.approx(tokens)
+        assert sum(made["round_ms"].values()) * count / 1000 == pytest.approx(seconds)
+
+
+def test_f62_figures_by_category_are_those_of_its_prompts_alone(
+    answers: dict[str, list[Answer]], records: dict[str, Any]
+) -> None:
+    for category in ("chat", "maths"):
+        given = [a for a in answers["head chain:3"] if a.category == category]
+        base = [a for a in answers[PLAIN] if a.category == category]
+        made = records["head chain:3"]["by_category"][category]
+        assert made["prompts"] == len({a.prompt for a in given})
+        assert made["tau"] == pytest.approx(
+            sum(a.timed_tokens for a in given) / sum(len(a.rounds) for a in given)
+        )
+        assert made["speedup"] == pytest.approx(speed(given)[0] / speed(base)[0])
+        assert made["cpu_speedup"] == pytest.approx(speed(given)[1] / speed(base)[1])
+
+
+def test_f61_f64_an_always_wrong_drafter_is_reported_as_it_is(records: dict[str, Any]) -> None:
+    made = records["wrong"]
+    assert made["tau"] == 1.0
+    assert made["survival"] == made["conditional"] == []
+    assert made["accepted_per_drafted"] == 0.0
+    expected = made["tokens_per_s"] / records["plain"]["tokens_per_s"]
+    assert made["speedup"] == pytest.approx(expected), "not raised to 1, not left out"
+    # A draft costs time and gains nothing; the machine is shared, so this is not exact.
+    assert made["speedup"] < 1.3
+
+
+def test_every_drafter_answers_as_plain_does(
+    answers: dict[str, list[Answer]], records: dict[str, Any]
+) -> None:
+    """Greedy in fp32: same ids, so equal counts (F63); later turns continue the same replies."""
+    for name, given in answers.items():
+        assert [a.ids for a in given] == [a.ids for a in answers[PLAIN]]
+        assert [a.prompt for a in given] == ["a", "a", "b", "c"]
+        if name != PLAIN:
+            assert records[name]["agreement"] == {"equal": 4, "of": 4, "largest_gap": None}
+            same = records[name]["identical"]
+            assert same == {"equal": 2, "of": 2, "new_tokens": 8, "dtype": "float32"}
+    first, second = answers[PLAIN][:2]
+    assert second.prompt_length > len(first.ids) - 24
+
+
+def test_f63_counts_are_of_ids_on_both_sides(
+    chatting: Target, answers: dict[str, list[Answer]], records: dict[str, Any]
+) -> None:
+    """This target's text tokenises to another count, so a count of text would show."""
+    assert chatting.tokenizer is not None
+    plain = answers[PLAIN]
+    assert records["plain"]["new_tokens"] == sum(len(a.new_ids) for a in plain) == 4 * 24
+    again = [len(chatting.tokenizer(chatting.tokenizer.decode(a.new_ids)).input_ids) for a in plain]
+    assert sum(again) != 4 * 24
+    for given in answers.values():
+        assert [a.timed_tokens for a in given] == [len(a.new_ids) - 1 for a in given]
+
+
+def test_f63_counts_are_taken_after_the_end_token(chatting: Target) -> None:
+    text = texts_of(chatting, PROMPTS[1:2], 24)[0]
+    start = len(text) - 24
+    ends = Target(chatting.model, tiny_tokenizer())
+    assert ends.tokenizer is not None
+    ends.tokenizer.eos_token = ends.tokenizer.convert_ids_to_tokens(text[start + 7])
+    wanted = text[start : text.index(text[start + 7], start) + 1]
+    for right in (0, 6):
+        drafter = HalfRight([text], right, 6)
+        given = answer(ends, drafter, text[:start], SETTINGS)
+        assert given.new_ids == wanted
+        assert given.timed_tokens == len(wanted) - 1
+        figures = acceptance([given.rounds])
+        assert figures.tau == pytest.approx((len(wanted) - 1) / len(given.rounds))
+        assert figures.tau == pytest.approx(1 + sum(figures.survival) - figures.cut)
+
+
+@pytest.mark.parametrize("side", [PLAIN, "lookup"])
+def test_f64_a_slow_first_call_on_either_side_is_in_no_figure(
+    chatting: Target, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side is warmed up before it is timed."""
+    lookup = LookupDrafter(3)
+    slow: list[float] = []
+    if side == PLAIN:
+        handle = chatting.model.register_forward_pre_hook(lambda *args: delay(slow))
+    else:
+        propose = lookup.propose
+
+        def delayed(*args: Any) -> Any:
+            delay(slow)
+            return propose(*args)
+
+        monkeypatch.setattr(lookup, "propose", delayed)
+    try:
+        given = evaluate(chatting, PROMPTS[1:2], {"lookup": lookup}, Settings(max_new_tokens=6))
+    finally:
+        if side == PLAIN:
+            handle.remove()
+    assert len(slow) == 1, "the delay was there"
+    for name in (PLAIN, "lookup"):
+        assert sum(a.seconds for a in given[name]) < 1.5
+        assert sum(round_parts(given[name]).values()) < 1500 / 5
+
+
+def delay(done: list[float]) -> None:
+    """Wait two seconds, once."""
+    if not done:
+        done.append(2.0)
+        time.sleep(2.0)
+
+
+def test_prefill_is_in_no_figure(chatting: Target) -> None:
+    """A slow forward over the prompt does not slow the rounds."""
+
+    def slow_prompt(module: object, args: tuple[Any, ...]) -> None:
+        if args[0].shape[1] > 8:
+            time.sleep(1.0)
+
+    handle = chatting.model.register_forward_pre_hook(slow_prompt)
+    try:
+        given = answer(chatting, None, list(range(3, 30)), Settings(max_new_tokens=4))
+    finally:
+        handle.remove()
+    assert given.seconds < 0.9
+    assert len(given.rounds) == 3
+
+
+def test_simulated_tau_equals_the_decoded_one(
+    chatting: Target, trained: DraftHead, answers: dict[str, list[Answer]]
+) -> None:
+    """The training unroll on the texts the target gave, walked in rounds: exact in fp32."""
+    given = answers["head chain:3"]
+    decoded = acceptance([a.rounds for a in given])
+    told = simulate(trained, chatting, [(a.ids, a.prompt_length) for a in given], 3)
+    assert decoded.survival[0] > 0.2, "some drafts are right, or this would show nothing"
+    assert told.tau == decoded.tau
+    assert told.survival == decoded.survival
+    assert (told.rounds, told.emitted, told.drafted) == (
+        decoded.rounds, decoded.emitted, decoded.drafted
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_simulated_tau_equals_the_decoded_one_at_every_depth(
+    chatting: Target, trained: DraftHead, depth: int
+) -> None:
+    """Also deeper than the head was trained, and where an end token cuts a block."""
+    drafter = HeadDrafter(trained, Shape(depth, 1, depth))
+    texts = texts_of(chatting, PROMPTS, 40)
+    ends = Target(chatting.model, tiny_tokenizer())
+    assert ends.tokenizer is not None
+    ends.tokenizer.eos_token = ends.tokenizer.convert_ids_to_tokens(texts[0][-20])
+    settings = Settings(max_new_tokens=40)
+    given = [answer(ends, drafter, text[:-40], settings) for text in texts]
+    assert len(given[0].new_ids) < 40
+    told = simulate(trained, ends, [(a.ids, a.prompt_length) for a in given], depth)
+    assert told.tau == acceptance([a.rounds for a in given]).tau
+
+
+def test_sampled_answers_are_the_same_for_every_drafter(
+    chatting: Target, trained: DraftHead
+) -> None:
+    """Coupled: streams are the prompts' places; another seed gives other answers."""
+    drafters = line_up(trained, [Shape.parse("chain:2")])
+    settings = Settings(max_new_tokens=10, temperature=0.8, top_p=0.9, seed=3)
+    given = evaluate(chatting, PROMPTS[1:], drafters, settings)
+    for ours in given.values():
+        assert [a.ids for a in ours] == [a.ids for a in given[PLAIN]]
+    other = Settings(max_new_tokens=10, temperature=0.8, top_p=0.9, seed=4)
+    again = evaluate(chatting, PROMPTS[1:], {}, other)
+    assert [a.ids for a in again[PLAIN]] != [a.ids for a in given[PLAIN]]
+
+
+def test_a_difference_from_plain_is_counted_with_its_gap(
+    chatting: Target, trained: DraftHead
+) -> None:
+    """Plain's top-two gap where the texts first part; here made by another head of logits."""
+    plain = answer(chatting, None, [4, 5, 6], SETTINGS, keep_logits=True)
+    other = Answer(**{**vars(plain), "ids": list(plain.ids)})
+    other.ids[3 + 2] = (other.ids[3 + 2] + 1) % 512
+    made = record("x", [other, plain], [plain, plain], None)
+    assert plain.logits is not None
+    best = plain.logits[2].topk(2).values
+    gap = float(best[0] - best[1])
+    assert made["agreement"] == {"equal": 1, "of": 2, "largest_gap": pytest.approx(gap)}
+    assert made["identical"] is None
+
+
+def test_identity_counts_differences(chatting: Target) -> None:
+    """It looks at ids: one drafter is exact, a broken rule would not be."""
+    prompts = [[4, 5, 6], [7, 8]]
+    table = identity(chatting, prompts, {"lookup": LookupDrafter(3)}, SETTINGS)
+    assert table == {"lookup": {"equal": 2, "of": 2, "new_tokens": 24, "dtype": "float32"}}
+
+
+def test_nothing_to_time_is_an_error_that_says_why(chatting: Target) -> None:
+    given = [answer(chatting, None, [4, 5], Settings(max_new_tokens=1))]
+    with pytest.raises(ValueError, match="nothing to time"):
+        plain_record(given)
+
+
+def test_the_baselines_name_is_taken(chatting: Target) -> None:
+    with pytest.raises(ValueError, match="'plain' is the baseline's name"):
+        evaluate(chatting, PROMPTS, {"plain": LookupDrafter(3)}, SETTINGS)
+
+
+def test_prompts_are_taken_from_the_categories_in_turn() -> None:
+    prompts = [Prompt(str(i), c, ["x"]) for i, c in enumerate("aabacb")]
+    assert [p.id for p in spread(prompts, 9)] == ["0", "2", "4", "1", "5", "3"]
+    assert [p.id for p in spread(prompts, 4)] == ["0", "2", "4", "1"]
+
+
+def test_one_tree_is_called_head_several_by_their_shape(chatting: Target) -> None:
+    head = tiny_head(chatting.model, layers=(1, 2, 3))
+    assert list(line_up(head, [Shape(2, 1, 2)])) == ["lookup", "head", "merged"]
+    two = line_up(head, [Shape(2, 1, 2), Shape(2, 2, 4)])
+    assert list(two) == ["lookup", "head chain:2", "head tree:2x2:4", "merged"]
