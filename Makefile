@@ -43,7 +43,7 @@ typecheck: $(VENV)/.installed  ## check types
 	$(BIN)/mypy | sed 's#build/typing/drafthead/##'
 
 bench: $(VENV)/.installed  ## train longer and measure, into runs/bench
-	$(BIN)/drafthead demo --train-minutes 20 --out runs/bench
+	$(BIN)/python tests/bench/bench.py --out runs/bench
 
 clean:  ## remove what builds and checks leave; .venv and runs stay
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

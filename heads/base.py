@@ -60,8 +60,7 @@ class TeacherBatch:
     last_hidden: Tensor
     """(B, T, D) what the target's output rows see (after its final norm)."""
     top: Tensor
-    """(B, T) int64: the target's most likely next token; only valid where the next token is
-    supervised."""
+    """(B, T) int64: the target's likeliest next token; valid only where that one is supervised."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ class Prediction:
     logits: Tensor
     """(M, Vd) over the draft vocabulary."""
     teacher: Tensor
-    """(M,) int64 index into the flattened (B * T) positions: the target state that predicts the
-    same token."""
+    """(M,) int64 index into the flattened (B * T) states: the one that predicts the same token."""
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     """Named extra losses, each (M,), weighed by the head's own settings; summed by the trainer."""
 
@@ -121,8 +119,7 @@ class DraftHead(PreTrainedModel):
 
     @abstractmethod
     def open(self, batch: int, capacity: int) -> HeadState:
-        """Make an empty memory for `batch` rows of at most `capacity` committed tokens and draft
-        nodes."""
+        """Make an empty memory: `batch` rows of at most `capacity` tokens, draft nodes included."""
 
     @abstractmethod
     def extend(
@@ -148,8 +145,7 @@ HEADS: dict[str, type[HeadSettings]] = {}
 
 
 def register(name: str) -> Callable[[type[HeadSettings]], type[HeadSettings]]:
-    """Register a settings class under the `type` that configs use; a second use of a name is an
-    error."""
+    """Register a settings class under the `type` that configs use, once."""
 
     def add(cls: type[HeadSettings]) -> type[HeadSettings]:
         if name in HEADS:

@@ -61,8 +61,7 @@ def compare(
     progress: Callable[[int, int], None] = lambda done, total: None,
     stage: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure; `records` by drafter name, the agreement of simulated and decoded tau, settings,
-    versions."""
+    """Measure: `records` by drafter name, simulated tau, settings and versions."""
     shapes = [Shape.parse(tree) for tree in asked.trees]
     check_rule(asked.settings.rule, shapes)
     prompts = prompts_of(asked.prompts, stage)
@@ -128,8 +127,7 @@ def _first_turns(
 
 
 def line_up(head: DraftHead, shapes: Sequence[Shape]) -> dict[str, Drafter]:
-    """The drafters of a report, separately, so that the head is not credited with the lookup's
-    gain."""
+    """A report's drafters, apart, so that the head is not credited with the lookup's gain."""
     heads: dict[str, Drafter] = {
         name: HeadDrafter(head, shape) for name, shape in zip(_names(shapes), shapes, strict=True)
     }

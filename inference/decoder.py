@@ -93,8 +93,7 @@ class Decoder:
             drafter.open(batch, room)
 
     def start(self, slot: int, row: Row) -> None:
-        """Prefill a row into a slot and emit its first token, which the prefill decides (no
-        round)."""
+        """Prefill a row into a slot and emit its first token, which takes no round."""
         since = time.perf_counter()
         out = self.target.prefill(self.store, slot, row.ids, self.layers)
         _, token = self.sampler.accept(slot, Tree(), out.logits[0], len(row.ids))
@@ -137,8 +136,7 @@ class Decoder:
             self.seconds[part] += end - begin
 
     def _propose(self) -> list[Tree]:
-        """A tree per row, no deeper than the row can still use: the target adds one token
-        itself."""
+        """A tree per row, no deeper than it can use: the target adds one token itself."""
         depths = [0 if row is None or row.done else row.left - 1 for row in self.rows]
         if self.drafter is None or max(depths) < 1:
             return [Tree()] * len(self.rows)

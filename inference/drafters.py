@@ -35,9 +35,11 @@ class Drafter(Protocol):
         """Forget what a row held: another sequence begins there."""
 
     def observe(self, row: int, ids: Sequence[int], features: Tensor | None) -> None:
-        """Take newly committed tokens: `ids` is the row so far, its last token being the root,
-        which the target has not run yet; `features` (n, L * D) are the states of the n tokens
-        before it that were not observed before."""
+        """Take newly committed tokens.
+
+        `ids` is the row so far; its last token, the root, the target has not run yet. `features`
+        (n, L * D) are the states of the n tokens before it that were not observed before.
+        """
 
     def propose(
         self, ids: Sequence[Sequence[int]], depths: Sequence[int], sampler: Sampler
@@ -91,8 +93,7 @@ class HeadDrafter:
         return [_cut(tree, limit) for tree, limit in zip(trees, depths, strict=True)]
 
     def _extend(self) -> Tensor:
-        """Give the head all true features seen since its last draft; (B, Vd) logits after the
-        roots."""
+        """Give the head the true features since its last draft; (B, Vd) logits after the roots."""
         counts = [len(pending) for pending in self._pending]
         n, device = max(counts), self._ids.device
         next_ids = torch.zeros(len(counts), n, dtype=torch.long)
@@ -116,8 +117,7 @@ class HeadDrafter:
     def _scores(
         self, logits: Tensor, position: Sequence[int], sampler: Sampler
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Ranked scores (B, m, Vd) of the tokens at each row's position, and the laws q where
-        needed."""
+        """Scores (B, m, Vd) of the tokens at each row's position, and the laws q if needed."""
         pairs = [
             sampler.draft_scores(row, logits[row], self._ids, position[row])
             for row in range(len(logits))
@@ -145,8 +145,7 @@ class HeadDrafter:
         ]
 
     def _full(self, laws: list[Tensor]) -> Tensor:
-        """(K, Vd) laws over the draft vocabulary → (K, V) over the target's; misses have
-        probability 0."""
+        """K laws (Vd,) over the draft vocabulary → (K, V) over the target's, 0 elsewhere."""
         draft = torch.stack(laws)
         full = draft.new_zeros(len(draft), self.head.contract.vocab_size)
         return full.index_copy_(1, self._ids, draft)
@@ -172,7 +171,8 @@ class HeadDrafter:
         for level in range(depth):
             scores, _ = self._scores(logits, [p + level for p in positions], sampler)
             best, index = scores.log_softmax(-1).topk(width, dim=-1)  # (B, m, width)
-            values = (values[..., None] + best).flatten(1)
+            # A head whose logits are not finite drafts badly; it must not break the tree.
+            values = (values[..., None] + best.nan_to_num(nan=-torch.inf)).flatten(1)
             tokens = self._ids[index].flatten(1)
             owners = parents[..., None].expand_as(index).flatten(1)
             found.append((tokens, owners, values))
@@ -205,8 +205,7 @@ class HeadDrafter:
 
 
 class LookupDrafter:
-    """Prompt n-gram lookup: continue as the text did after the latest earlier place with the same
-    ending."""
+    """Prompt n-gram lookup: go on as the text did at the latest place with the same ending."""
 
     name = "lookup"
     layers: tuple[int, ...] = ()
@@ -228,8 +227,7 @@ class LookupDrafter:
         self._places[row], self._indexed[row] = {}, 0
 
     def observe(self, row: int, ids: Sequence[int], features: Tensor | None) -> None:
-        """Note where each n-gram was last followed by something; the row's own ending is not yet
-        one."""
+        """Note where each n-gram was last followed by something, which an ending is not yet."""
         for end in range(max(self._indexed[row], 1), len(ids)):
             for size in self._sizes:
                 if end >= size:
@@ -253,8 +251,7 @@ class LookupDrafter:
 
 
 class MergedDrafter:
-    """Lookup where the text repeats itself (a hit on a long n-gram), the other drafter
-    elsewhere."""
+    """Lookup where the text repeats itself (a long n-gram is found), the other elsewhere."""
 
     name = "merged"
 

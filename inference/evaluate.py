@@ -125,8 +125,7 @@ def evaluate(
     template_kwargs: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[Answer]]:
-    """Answers by drafter name, plain decoding under `plain`; later turns continue plain's
-    replies."""
+    """Answers by drafter name, plain decoding's under `plain`; later turns follow its replies."""
     if PLAIN in drafters:
         raise ValueError(f"{PLAIN!r} is the baseline's name: call the drafter something else")
     assert target.tokenizer is not None
@@ -250,8 +249,11 @@ def round_parts(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def agreement(answers: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]:
-    """How many answers equal plain's, in the dtype served; at the first differences, the largest
-    gap between plain's two best logits (None where its logits were not kept)."""
+    """How many answers equal plain's, in the dtype served.
+
+    `largest_gap` is the largest one between plain's two best logits where an answer first differs;
+    None where none does or its logits were not kept.
+    """
     gaps: list[float] = []
     for ours, theirs in zip(answers, plain, strict=True):
         if ours.new_ids == theirs.new_ids or theirs.logits is None:
@@ -294,8 +296,7 @@ def _category(
 
 
 def _by_source(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """Rounds and their tau by which drafter made the draft, so that none is credited with another's
-    gain."""
+    """Rounds and their tau by which drafter made the draft."""
     rounds = [r for a in answers for r in a.rounds]
     sources = sorted({r.source for r in rounds})
     table = {}
@@ -311,8 +312,7 @@ def identity(
     drafters: Mapping[str, Drafter],
     settings: Settings,
 ) -> dict[str, dict[str, Any]]:
-    """Equal ids to plain decoding, prompt by prompt, for each drafter; meant for a target in
-    fp32."""
+    """How many prompts get plain decoding's ids, by drafter; meant for a target in fp32."""
     plain = [answer(target, None, ids, settings, stream=i).ids for i, ids in enumerate(prompts)]
     dtype = str(target.dtype).removeprefix("torch.")
     table = {}

@@ -101,8 +101,7 @@ def acceptance(
 def bootstrap_ratio(
     counts: np.ndarray[tuple[int, int], np.dtype[np.float64]], *, resamples: int, seed: int
 ) -> tuple[float, float]:
-    """95 % percentile interval of sum(counts[:, 0]) / sum(counts[:, 1]) under resampling of rows
-    (prompts)."""
+    """95 % interval of sum(counts[:, 0]) / sum(counts[:, 1]), rows (prompts) resampled."""
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, len(counts), size=(resamples, len(counts)))
     sums = counts[picks].sum(axis=1)

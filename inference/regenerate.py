@@ -41,8 +41,7 @@ class Answering:
     seed: int = 0
     batch: int = 32
     keep_loops: bool = False
-    """Keep answers that end in a degenerate loop; otherwise the conversation is dropped and
-    counted."""
+    """Keep answers that end in a loop; otherwise the conversation is dropped and counted."""
 
 
 @dataclass
@@ -188,8 +187,11 @@ class _Session:
 
 
 def loops(ids: Sequence[int], longest: int = 40, copies: int = 4, least: int = 48) -> bool:
-    """Whether a sequence ends in a loop: one run of at most `longest` tokens, at least `copies`
-    times and `least` tokens."""
+    """Whether a sequence ends in a loop: one run again and again.
+
+    The run has at most `longest` tokens and stands there at least `copies` times, over at least
+    `least` tokens.
+    """
     for period in range(1, longest + 1):
         span = max(copies * period, least)
         if span <= len(ids):
@@ -277,8 +279,7 @@ class _Part:
         self._count(talk.index, row, finish, talk.tokens)
 
     def close(self) -> Report:
-        """Write the complete file in the order of the prompts, rename it into place, drop the
-        part."""
+        """Write the whole file in the prompts' order, rename it into place, drop the part."""
         self.file.close()
         rows = [row for _, row in sorted(self.finished.items()) if row is not None]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()

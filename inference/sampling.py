@@ -104,8 +104,10 @@ class Sampler:
         return self.rule == "rejection" and not self.greedy
 
     def accept(self, row: int, tree: Tree, logits: Tensor, position: int) -> tuple[list[int], int]:
-        """Nodes kept and the token added, from a row's verify logits (n, V); `position` is that of
-        the root's successor."""
+        """Nodes kept and the token added, from a row's verify logits (n, V).
+
+        `position` is that of the token after the root.
+        """
         if self.needs_proposals:
             return self._accept_by_ratio(row, tree, logits, position)
 
@@ -159,8 +161,7 @@ class Sampler:
 
 
 def _finite(logits: Tensor) -> Tensor:
-    """The row that decides a committed token; NaN or nothing finite there is an error, never token
-    0."""
+    """Pass on the row that decides a committed token; not finite is an error, never token 0."""
     if not logits.amax().isfinite():  # NaN spreads through amax
         raise FloatingPointError(
             "the target's logits are not finite at a committed token: "

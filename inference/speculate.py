@@ -122,8 +122,7 @@ def _rows(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
 ) -> list[Row]:
-    """One row per prompt, without its padding; stopping criteria see each token in order, padding
-    kept."""
+    """One row per prompt, without its padding, which only stopping criteria go on to see."""
     limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
     others = StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria))
     width = input_ids.shape[1]

@@ -67,8 +67,7 @@ class _Layer(CacheLayerMixin):
 
 
 class Store(Cache):
-    """Keys and values of `batch` rows of at most `capacity` slots (committed tokens and one
-    tree)."""
+    """Keys and values of `batch` rows, each of at most `capacity` tokens and draft nodes."""
 
     def __init__(self, num_layers: int, batch: int, capacity: int) -> None:
         self.batch = batch
@@ -93,8 +92,7 @@ class Store(Cache):
             )
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep, in each row of the last forward, its tokens with these indices (0 is the root);
-        drop the rest."""
+        """Keep each row's tokens with these indices of the last forward (0 is the root)."""
         rows = range(self.batch)[self.rows]
         for row, path in zip(rows, paths, strict=True):
             if list(path) != list(range(len(path))):

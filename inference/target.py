@@ -43,8 +43,7 @@ class UnsupportedTargetError(ValueError):
 
 @dataclass(frozen=True)
 class Output:
-    """What one forward gives: logits (B, n, V), and captured features (B, n, L * D) if asked
-    for."""
+    """What one forward gives: logits (B, n, V), and features (B, n, L * D) if asked for."""
 
     logits: Tensor
     features: Tensor | None
@@ -106,24 +105,24 @@ class Target:
         return describe(self.model, self.tokenizer, tuple(layers), dict(template_kwargs or {}))
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """(…, D) states after the final norm → (…, V) logits, with the target's own scale and
-        cap."""
+        """(…, D) states after the final norm → (…, V) logits, with the target's scale and cap."""
         rows: nn.Module = self.model.get_output_embeddings()
         return logit_transform(self.config)(rows(hidden))
 
     # Decoding
 
     def open(self, batch: int, capacity: int) -> Store:
-        """Make an empty store for `batch` rows of at most `capacity` tokens, draft nodes
-        included."""
+        """Make an empty store: `batch` rows of at most `capacity` tokens, draft nodes included."""
         return Store(self.num_layers, batch, capacity)
 
     @torch.no_grad()
     def prefill(
         self, store: Store, row: int, ids: Sequence[int], layers: Sequence[int] = ()
     ) -> Output:
-        """Run a prompt into one row and commit it: logits (1, 1, V) of the next token, features (1,
-        T, L * D)."""
+        """Run a prompt into one row and commit it.
+
+        Gives logits (1, 1, V) of the next token and features (1, T, L * D).
+        """
         store.clear(row)
         store.rows = slice(row, row + 1)
         store.check_room(len(ids))
@@ -140,8 +139,10 @@ class Target:
     def verify(
         self, store: Store, roots: Sequence[int], trees: Sequence[Tree], layers: Sequence[int] = ()
     ) -> Output:
-        """Run every row's root and tree in one forward; logits (B, n, V), row 0 the root's. Follow
-        with `store.commit`."""
+        """Run every row's root and tree in one forward; logits (B, n, V), the first the root's.
+
+        Follow with `store.commit`.
+        """
         store.rows = slice(0, store.batch)
         tokens, depths = (t.to(self.device) for t in rows_of(trees, roots))
         store.check_room(tokens.shape[1])
@@ -157,8 +158,10 @@ class Target:
         return Output(logits, torch.cat(captured, dim=-1) if captured else None)
 
     def _mask(self, offsets: Sequence[int], tree: Tensor) -> Tensor:
-        """(B, 1, n, S): committed slots of the row, then its tree's ancestors; bool for sdpa,
-        additive for eager."""
+        """(B, 1, n, S): a row's committed slots and its tree's ancestors.
+
+        Bool for sdpa, additive for eager; the other kind is silently wrong in each.
+        """
         B, n, _ = tree.shape
         mask = torch.zeros(B, 1, n, max(offsets) + n, dtype=torch.bool)
         for row, offset in enumerate(offsets):
@@ -173,16 +176,14 @@ class Target:
 
     @torch.no_grad()
     def states(self, ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Right-padded ids (B, T) → captured features (B, T, L * D) and the output rows' input (B,
-        T, D)."""
+        """Right-padded ids (B, T) → features (B, T, L * D) and the output rows' input (B, T, D)."""
         with self._capture(layers) as captured:
             last = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         return torch.cat(captured, dim=-1), last
 
     @contextmanager
     def _capture(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Collect the states of these layer ids during one forward, in the order given
-        (ascending)."""
+        """Collect the states of these layer ids, ascending, during one forward."""
         captured: list[Tensor] = []
         if not layers:
             yield captured
@@ -201,8 +202,7 @@ class Target:
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """The model's decoder layers: the one list of modules with as many entries as the config
-    says."""
+    """The decoder layers: the one list of modules with as many entries as the config says."""
     lists = [
         m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == count
     ]

@@ -61,8 +61,10 @@ def chain(tokens: Sequence[int], proposals: Tensor | None = None, source: str = 
 
 
 def ancestors(trees: Sequence[Tree]) -> Tensor:
-    """(B, n, n) bool: row i of a verify pass may see row j, itself included; rows past a tree's end
-    see the root and themselves."""
+    """(B, n, n) bool: row i of a verify pass may see row j, itself included.
+
+    Rows past a tree's end see the root and themselves.
+    """
     n = 1 + max(len(tree) for tree in trees)
     seen = np.zeros((len(trees), n, n), dtype=bool)
     seen[:, np.arange(n), np.arange(n)] = True
@@ -74,8 +76,7 @@ def ancestors(trees: Sequence[Tree]) -> Tensor:
 
 
 def rows_of(trees: Sequence[Tree], roots: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Token ids and depths (both (B, n) int64) of a verify pass over these roots and trees; short
-    rows repeat the root."""
+    """Token ids and depths, both (B, n), of a verify pass; short rows repeat the root."""
     n = 1 + max(len(tree) for tree in trees)
     tokens = [[r, *t.tokens] + [r] * (n - 1 - len(t)) for r, t in zip(roots, trees, strict=True)]
     depths = [[0, *t.depths] + [0] * (n - 1 - len(t)) for t in trees]

@@ -304,8 +304,7 @@ def _target(name: str, dtype: str) -> Target:
 
 
 def _said() -> Iterator[str]:
-    """User messages: lines of the terminal until an empty one or Ctrl-D, else all of standard
-    input."""
+    """User messages: a terminal's lines until an empty one or Ctrl-D, else all of the input."""
     if not sys.stdin.isatty():
         text = sys.stdin.read().strip()
         if not text:

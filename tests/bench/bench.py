@@ -1,7 +1,7 @@
 """Train a head for a while and measure it well: `python tests/bench/bench.py --out runs/bench`.
 
-Stages are kept: a run that is stopped continues with the stage it was in (training with its own
-checkpoint). Figures go to OUT/bench.json and to standard output as the README's tables.
+Each stage leaves a file in OUT and is not made again, so a run that was stopped goes on where it
+was (training from its own checkpoint). Tables as in the README go to standard output.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,12 @@ from drafthead.train.config import load_config
 from drafthead.train.loop import run
 from drafthead.train.record import RunFolder
 
-GREEDY_TREES = ("chain:3", "chain:1", "chain:2", "tree:3x3:8")
-SAMPLED_TREES = ("chain:3",)
+STAGES = {
+    "greedy": (("chain:3", "chain:1", "chain:2", "tree:3x3:8"), 0.0, "coupled"),
+    "coupled": (("chain:3",), 1.0, "coupled"),
+    "rejection": (("chain:3",), 1.0, "rejection"),
+}
+"""Trees, temperature and rule."""
 
 
 def main() -> None:
@@ -33,69 +40,56 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="training time")
     parser.add_argument("--prompts", type=int, default=30)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--stages", nargs="*", default=list(STAGES), choices=list(STAGES))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    results = asked.out / "bench.json"
-    done: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
 
     target = fetch_target(default_target(), progress=print)
-    if "training" not in done:
-        done["training"] = train(asked.out / "train", asked.minutes)
-        keep(results, done)
-    stages = {
-        "greedy": (GREEDY_TREES, Settings(asked.new_tokens)),
-        "sampled, coupled": (SAMPLED_TREES, Settings(asked.new_tokens, 1.0)),
-        "sampled, rejection": (SAMPLED_TREES, Settings(asked.new_tokens, 1.0, rule="rejection")),
-    }
-    for name, (trees, settings) in stages.items():
-        if name not in done:
-            print(f"{name}: {', '.join(trees)} on {asked.prompts} prompts", flush=True)
-            done[name] = compare(
-                Comparison(
-                    head=asked.out / "train" / "head",
-                    target=str(target),
-                    dtype=serving_dtype(),
-                    trees=trees,
-                    limit=asked.prompts,
-                    identity=4,
-                    settings=settings,
-                )
-            )
-            keep(results, done)
-        show(name, done[name])
+    print("training", kept(asked.out / "training.json", lambda: train(asked.out, asked.minutes)))
+    for stage in asked.stages:
+        trees, temperature, rule = STAGES[stage]
+        comparison = Comparison(
+            head=asked.out / "train" / "head",
+            target=str(target),
+            dtype=serving_dtype(),
+            trees=trees,
+            limit=asked.prompts,
+            settings=Settings(asked.new_tokens, temperature, rule=rule),
+        )
+        print(f"\n{stage}: {', '.join(trees)} on {asked.prompts} prompts", flush=True)
+        show(kept(asked.out / f"{stage}.json", partial(compare, comparison)))
+
+
+def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures in a file, made first if there is none."""
+    if not path.exists():
+        ready = path.with_suffix(".tmp")
+        ready.write_text(json.dumps(make(), indent=2, default=str))
+        ready.replace(path)
+    figures: dict[str, Any] = json.loads(path.read_text())
+    return figures
 
 
 def train(out: Path, minutes: float) -> dict[str, Any]:
-    """Train the preset for so many minutes over all of the embedded sample; resumes by itself."""
-    overrides = [f"out={out}", f"training.max_minutes={minutes}", "training.epochs=null"]
-    resume = RunFolder(out).last.exists()
-    result = run(load_config("smollm2-eagle3", overrides), resume=resume)
-    return {
-        "steps": result.steps,
-        "positions": result.positions,
-        "seconds": result.seconds,
-        "positions_per_s": result.positions_per_s,
-        "shares": result.shares,
-        "simulated_tau": result.simulated_tau,
-    }
+    """Train the preset for so many minutes over all of the embedded sample."""
+    folder = out / "train"
+    overrides = [f"out={folder}", f"training.max_minutes={minutes}", "training.epochs=null"]
+    resume = RunFolder(folder).last.exists()
+    return asdict(run(load_config("smollm2-eagle3", overrides), resume=resume))
 
 
-def keep(path: Path, done: dict[str, Any]) -> None:
-    """Write the figures so far; a stop in between loses none."""
-    ready = path.with_suffix(".tmp")
-    ready.write_text(json.dumps(done, indent=2, default=str))
-    ready.replace(path)
-
-
-def show(name: str, result: dict[str, Any]) -> None:
-    """Print a stage as a Markdown table."""
-    print(f"\n{name}\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
+def show(result: dict[str, Any]) -> None:
+    """Print a stage as Markdown."""
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     for row in table_rows(result["records"]):
         print(f"| {' | '.join(row)} |")
     for drafter, record in result["records"].items():
-        print(f"{drafter}: ms per round", {k: round(v, 1) for k, v in record["round_ms"].items()})
+        parts = ", ".join(f"{part} {ms:.1f}" for part, ms in record["round_ms"].items())
+        print(f"{drafter}: ms of a round: {parts}")
     if "simulated_tau" in result:
-        print("simulated tau", result["simulated_tau"], result["simulated_tau_interval"])
+        low, high = result["simulated_tau_interval"]
+        tau = result["simulated_tau"]
+        print(f"simulated tau of the first chain: {tau:.3f} ({low:.2f}–{high:.2f})")
 
 
 if __name__ == "__main__":
