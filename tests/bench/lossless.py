@@ -1,8 +1,8 @@
 """Count prompts on which drafting changes nothing: `python tests/bench/lossless.py --head DIR`.
 
-Greedy chains and trees against transformers' own `generate(do_sample=False)`, through `generate` with
-`custom_generate`; at temperature > 0, the same seed with the head, with drafts that are always wrong,
-and with none. Float32, held-out prompts. Exit code 1 if anything differs.
+Greedy chains and trees against transformers' own `generate(do_sample=False)`, through `generate`
+with `custom_generate`; at temperature > 0, the same seed with the head, with drafts that are always
+wrong, and with none. Float32, held-out prompts. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
