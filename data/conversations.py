@@ -71,6 +71,12 @@ class Prompt:
     turns: Sequence[str]
     system: str | None = None
 
+    @property
+    def opening(self) -> list[Message]:
+        """The messages before the first reply."""
+        system = [Message("system", self.system)] if self.system else []
+        return [*system, Message("user", self.turns[0])]
+
 
 @dataclass
 class Skips:
@@ -110,12 +116,12 @@ def read_conversations(path: str | Path, strict: bool = False) -> tuple[list[Con
     return _read(Path(path), _conversation, strict)
 
 
-def read_prompts(path: str | Path, strict: bool = False) -> tuple[list[Prompt], Skips]:
+def read_prompts(path: str | Path) -> tuple[list[Prompt], Skips]:
     """Read rows with `turns` (texts) and an optional `system`; of conversations, the user turns.
 
-    Raises ValueError when no row is left, or for the first bad row where `strict` is set.
+    Raises ValueError when no row is left.
     """
-    return _read(Path(path), _prompt, strict)
+    return _read(Path(path), _prompt, strict=False)
 
 
 def _read(

@@ -27,6 +27,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+EMBEDDED = "embedded"
+"""Stands for the embedded target wherever a Hub id or a folder is asked for."""
 TARGET_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "embedded.json"
 """In a converted folder: where it came from and the sha256 of each file."""
@@ -101,6 +103,16 @@ def is_complete(directory: Path) -> bool:
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return False
+
+
+def data_path(name: str) -> Path:
+    """Find a file of conversations or prompts; `samples/NAME` is an embedded one."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if name.startswith("samples/"):
+        return sample_path(name)
+    raise FileNotFoundError(f"{name}: no such data file (embedded ones are called samples/NAME)")
 
 
 def sample_path(name: str) -> Path:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 CHUNK = 256
@@ -70,6 +71,13 @@ class Rotary:
         return held
 
 
+def rope_base(config: PreTrainedConfig) -> float:
+    """Find the base of a model's full attention, 10,000 where it has none; scaling is left out."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = parameters.get("full_attention")
+    return float((nested or parameters).get("rope_theta") or 10_000.0)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn (B, H, n, d) by tables that broadcast to it, (n, d) or (B, 1, n, d)."""
     first, second = x.chunk(2, dim=-1)
@@ -103,6 +111,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, inner: int, activation: str) -> None:
         super().__init__()
+        if activation not in ACT2FN:
+            raise ValueError(f"hidden_act: {activation!r} is unknown to transformers")
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)

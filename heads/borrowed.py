@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -81,15 +81,18 @@ def _stored(folder: Path, name: str) -> Tensor:
     """Read one tensor from a folder with one safetensors file or an index of several."""
     index = folder / "model.safetensors.index.json"
     file = folder / "model.safetensors"
-    if index.is_file():
-        shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        if name not in shards:
-            raise ContractError(f"{index}: no tensor {name}, which the head borrows")
-        file = folder / shards[name]
-    if not file.is_file():
-        raise ContractError(f"{folder}: no model.safetensors; save the target with safetensors")
-    with safe_open(file, framework="pt") as tensors:
-        if name not in tensors.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
-            raise ContractError(f"{file}: no tensor {name}, which the head borrows")
-        tensor: Tensor = tensors.get_tensor(name)
+    try:
+        if index.is_file():
+            shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            file = folder / shards[name]
+        with safe_open(file, framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+    except FileNotFoundError as error:
+        raise ContractError(
+            f"{folder}: no {file.name}; save the target with safetensors"
+        ) from error
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ContractError(
+            f"{file}: no tensor {name} to be read, which the head borrows ({error})"
+        ) from error
     return tensor

@@ -269,7 +269,7 @@ def _target_name(model: PreTrainedModel) -> str:
 def _final_norm(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str | None, float]:
     """Find the decoder's last norm among its direct children; its name and its weight's offset."""
     norms = [c for c in model.get_decoder().children() if "norm" in type(c).__name__.lower()]
-    if not norms or not isinstance(norms[-1].weight, Tensor):
+    if not norms or not isinstance(getattr(norms[-1], "weight", None), Tensor):
         return None, 0.0
     norm = norms[-1]
     weight = held("of the final norm", norms[-1].weight)

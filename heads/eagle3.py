@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from drafthead.heads.blocks import (
     RMSNorm,
     Rotary,
     active_slots,
+    rope_base,
     take_slots,
     unroll_attention,
 )
@@ -44,7 +45,7 @@ from drafthead.heads.borrowed import Borrowed, borrow
 from drafthead.heads.contract import Contract
 from drafthead.heads.memory import LayerMemory
 from drafthead.heads.vocabulary import check_maps, ids_of, maps_of
-from drafthead.heads.warm_start import MODESTY, Moments, normed
+from drafthead.heads.warm_start import MODESTY, Moments
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class Eagle3Config(PreTrainedConfig):
             max_position_embeddings=text.max_position_embeddings,
             rope_parameters={
                 "rope_type": "default",
-                "rope_theta": settings.rope_theta or _rope_theta(text),
+                "rope_theta": settings.rope_theta or rope_base(text),
             },
             settings=settings.model_dump(mode="json"),
             contract=contract.model_dump(mode="json"),
@@ -154,15 +155,8 @@ def _optional(text: PreTrainedConfig, name: str) -> Any:
     return getattr(text, name, None)
 
 
-def _rope_theta(text: PreTrainedConfig) -> float:
-    """Find the base of a target's full attention; its scaling is not taken over."""
-    parameters = _optional(text, "rope_parameters") or {}
-    nested = parameters.get("full_attention")
-    return float((nested or parameters).get("rope_theta") or 10_000.0)
-
-
 class Eagle3Head(DraftHead):
-    """See the module docstring. The stored tensors are exactly those of the published layout."""
+    """See the module docstring; the stored tensors are exactly those of the published layout."""
 
     config_class = Eagle3Config
     config: Eagle3Config
@@ -273,9 +267,7 @@ class Eagle3Head(DraftHead):
 
     @property
     def layer(self) -> Eagle3Layer:
-        layer = self.layers[0]
-        assert isinstance(layer, Eagle3Layer)
-        return layer
+        return cast(Eagle3Layer, self.layers[0])
 
     def _fuse(self, features: Tensor) -> Tensor:
         """(B, n, L * D) captured states → (B, n, D)."""
@@ -331,19 +323,9 @@ class Eagle3Head(DraftHead):
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
         """Fit `fc` and the attention's value path in closed form (see `warm_start`)."""
-        embedding, _ = self._bound()
-        config, attention = self.config, self.layer.self_attn
-        moments, eps = Moments(), config.rms_norm_eps
-        for batch in batches:
-            rows, slots = batch.mask[:, 2:].nonzero(as_tuple=True)
-            states = batch.features[rows, slots]
-            if self.settings.norm_features:
-                parts = states.chunk(len(self.fc_norm), dim=-1)
-                states = torch.cat([normed(part, eps) for part in parts], dim=-1)
-            token = normed(F.embedding(batch.ids[rows, slots + 1], embedding), eps)
-            moments.add(torch.cat([states.float(), token], -1), batch.last_hidden[rows, slots + 1])
-        if not moments.n:
-            raise ValueError("head.warm_start: no supervised position in its batches")
+        config, parts = self.config, len(self.contract.layers) if self.settings.norm_features else 0
+        moments = Moments.of(batches, self._bound()[0], parts, config.rms_norm_eps)
+        attention = self.layer.self_attn
         moments.write(self.fc, attention, config.num_attention_heads, config.num_key_value_heads)
         self.norm.weight.fill_(MODESTY * moments.rms / moments.n)
 
@@ -363,10 +345,9 @@ class Eagle3Head(DraftHead):
         if capacity > config.max_position_embeddings and not self._warned:
             self._warned = True
             logger.warning(
-                "the draft layer was made for %d positions and may now see %d: drafts may get "
-                "worse there, the text stays the target's",
+                "the draft layer was made for %d positions: drafts may get worse past them, the "
+                "text stays the target's",
                 config.max_position_embeddings,
-                capacity,
             )
         heads, head_dim, width = config.num_key_value_heads, config.head_dim, config.hidden_size
         dtype = self._compute_dtype()

@@ -78,7 +78,10 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     index = folder / f"{WEIGHTS}.index.json"
     files = {WEIGHTS}
     if index.is_file():
-        files = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of safetensors ({error!r})") from error
     shapes = {}
     for name in sorted(files):
         file = folder / name

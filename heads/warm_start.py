@@ -12,10 +12,13 @@ Shapes: n positions, L captured layers, D width, Hkv key/value heads, d head wid
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafthead.heads.base import TeacherBatch
 from drafthead.heads.blocks import Attention
 
 RIDGE = 0.005
@@ -37,6 +40,26 @@ class Moments:
     def __init__(self) -> None:
         self.n = 0
         self.rms = 0.0
+
+    @classmethod
+    def of(
+        cls, batches: Iterable[TeacherBatch], embedding: Tensor, parts: int, eps: float
+    ) -> Moments:
+        """Those of all slots that have a label: inputs are states and token, outputs next states.
+
+        parts: into how many the states are cut to be normed, 0 = they are taken as they are.
+        """
+        moments = cls()
+        for batch in batches:
+            rows, slots = batch.mask[:, 2:].nonzero(as_tuple=True)
+            states = batch.features[rows, slots].float()
+            if parts:
+                states = torch.cat([normed(part, eps) for part in states.chunk(parts, -1)], -1)
+            token = normed(F.embedding(batch.ids[rows, slots + 1], embedding), eps)
+            moments.add(torch.cat([states, token], -1), batch.last_hidden[rows, slots + 1])
+        if not moments.n:
+            raise ValueError("head.warm_start: no supervised position in its batches")
+        return moments
 
     def add(self, inputs: Tensor, outputs: Tensor) -> None:
         """Take in (n, P) inputs and (n, D) outputs."""
@@ -79,8 +102,10 @@ class Moments:
 
 
 def low_rank(weights: Tensor, square: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factor a map (P, D) into (P, rank) and (rank, D) with the least error on inputs of these
-    second moments (P, P): the truncated SVD in the inputs' own metric."""
+    """Factor a map (P, D) into (P, rank) and (rank, D) with the least error on its inputs.
+
+    square: their second moments (P, P); in that metric the truncated SVD is the best there is.
+    """
     variance, axes = torch.linalg.eigh(square)
     scale = variance.clamp_min(1e-6 * variance.max()).sqrt()
     metric, inverse = (axes * scale) @ axes.T, (axes / scale) @ axes.T
@@ -98,7 +123,8 @@ def self_looking(heads: int, head_dim: int, width: int) -> Tensor:
         torch.linalg.qr(torch.randn(width, head_dim, generator=generator))[0].T * SHARPNESS
         for _ in range(heads)
     ]
-    return torch.stack(parts)
+    look = torch.stack(parts)
+    return F.pad(look, (0, 0, 0, head_dim - look.shape[1]))  # a head may be wider than the stream
 
 
 def normed(x: Tensor, eps: float) -> Tensor:

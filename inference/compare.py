@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from drafthead.data.chat import ChatFormat
-from drafthead.data.conversations import Message, Prompt, read_prompts
-from drafthead.data.embedded import sample_path
+from drafthead.data.conversations import Prompt, read_prompts
+from drafthead.data.embedded import data_path
 from drafthead.heads import load_head
 from drafthead.heads.base import DraftHead
 from drafthead.inference.decoder import check_prompt
@@ -29,6 +29,7 @@ from drafthead.inference.evaluate import (
     identity,
     plain_record,
     record,
+    text_of,
 )
 from drafthead.inference.simulate import simulate
 from drafthead.inference.target import Target, load_target
@@ -80,7 +81,7 @@ def compare(
         depth = next(s.depth for s in shapes if s.is_chain)
         told = simulate(head, target, [(a.ids, a.prompt_length) for a in answers[chain]], depth)
         result |= {"simulated_tau": told.tau, "simulated_tau_interval": list(told.tau_interval)}
-    sample = _text(target, answers[PLAIN][0])
+    sample = text_of(target, answers[PLAIN][0])
     del target, head, drafters  # before the float32 copies are made
     same: dict[str, dict[str, Any]] = {}
     if asked.identity:
@@ -102,7 +103,7 @@ def _identity(
     asked: Comparison, shapes: Sequence[Shape], prompts: Sequence[Prompt]
 ) -> dict[str, dict[str, Any]]:
     tokens = min(asked.identity_tokens, asked.settings.max_new_tokens)
-    settings = Settings(**{**vars(asked.settings), "max_new_tokens": tokens})
+    settings = replace(asked.settings, max_new_tokens=tokens)
     target = load_target(asked.target, "float32")
     head = fitted(opened(asked.head, "float32"), target)
     ids = _first_turns(target, prompts, head.contract.template_kwargs, tokens)
@@ -117,8 +118,7 @@ def _first_turns(
     chat = ChatFormat(target.tokenizer, template)
     turns = []
     for prompt in prompts:
-        system = [Message("system", prompt.system)] if prompt.system else []
-        turns.append(chat.prompt_ids([*system, Message("user", prompt.turns[0])]))
+        turns.append(chat.prompt_ids(prompt.opening))
         try:
             check_prompt(target, turns[-1], new_tokens)
         except ValueError as error:
@@ -169,14 +169,7 @@ def prompts_of(names: Sequence[str], stage: Callable[[str], None]) -> list[Promp
     """Prompts of all files, `samples/NAME` being an embedded one; skipped rows are told."""
     prompts: list[Prompt] = []
     for name in names:
-        path = Path(name).expanduser()
-        if not path.is_file() and name.startswith("samples/"):
-            path = sample_path(name)
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{name}: no such prompt file (embedded ones are called samples/NAME)"
-            )
-        found, skips = read_prompts(path)
+        found, skips = read_prompts(data_path(name))
         prompts += found
         if skips.total:
             stage(f"{name}: {skips.summary()}")
@@ -213,8 +206,3 @@ def versions() -> dict[str, str]:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         **{name: version(name) for name in packages},
     }
-
-
-def _text(target: Target, given: Answer) -> str:
-    assert target.tokenizer is not None
-    return str(target.tokenizer.decode(given.new_ids, skip_special_tokens=True))

@@ -178,6 +178,11 @@ def check_prompt(target: Target, ids: Sequence[int], max_new_tokens: int) -> Non
     """Refuse what cannot be decoded, before any work."""
     if not ids:
         raise ValueError("the prompt has no tokens: give at least one (a BOS token will do)")
+    if not 0 <= min(ids) <= max(ids) < target.vocab_size:
+        raise ValueError(
+            f"prompt ids {min(ids)}..{max(ids)} do not fit the target's vocabulary of "
+            f"{target.vocab_size}: they are another tokenizer's"
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
     if len(ids) + max_new_tokens > target.context:

@@ -64,7 +64,10 @@ class HeadDrafter:
         self._ids = head.draft_ids
 
     def open(self, batch: int, capacity: int) -> None:
-        self._state: HeadState = self.head.open(batch, capacity)
+        # A wide tree expands more nodes than it verifies, and the head must remember them all.
+        expanded = self.shape.width * (self.shape.depth - 1)
+        room = capacity + max(0, expanded - self.nodes)
+        self._state: HeadState = self.head.open(batch, room)
         self._features: list[list[Tensor]] = [[] for _ in range(batch)]
         self._pending: list[list[int]] = [[] for _ in range(batch)]
 
@@ -257,21 +260,21 @@ class MergedDrafter:
 
     def __init__(self, lookup: LookupDrafter, other: Drafter) -> None:
         self._lookup = lookup
-        self._other = other
+        self.other = other
         self.layers = other.layers
         self.nodes = max(lookup.nodes, other.nodes)
 
     def open(self, batch: int, capacity: int) -> None:
         self._lookup.open(batch, capacity)
-        self._other.open(batch, capacity)
+        self.other.open(batch, capacity)
 
     def start(self, row: int) -> None:
         self._lookup.start(row)
-        self._other.start(row)
+        self.other.start(row)
 
     def observe(self, row: int, ids: Sequence[int], features: Tensor | None) -> None:
         self._lookup.observe(row, ids, None)
-        self._other.observe(row, ids, features)
+        self.other.observe(row, ids, features)
 
     def propose(
         self, ids: Sequence[Sequence[int]], depths: Sequence[int], sampler: Sampler
@@ -281,8 +284,15 @@ class MergedDrafter:
             return found
         # Rows with a hit ask the other for nothing; it keeps their features for its next draft.
         rest = [0 if tree else depth for tree, depth in zip(found, depths, strict=True)]
-        drafted = self._other.propose(ids, rest, sampler)
+        drafted = self.other.propose(ids, rest, sampler)
         return [hit or draft for hit, draft in zip(found, drafted, strict=True)]
+
+
+def head_of(drafter: Drafter | None) -> DraftHead | None:
+    """The head that a drafter asks, if any."""
+    if isinstance(drafter, MergedDrafter):
+        return head_of(drafter.other)
+    return drafter.head if isinstance(drafter, HeadDrafter) else None
 
 
 def _cut(tree: Tree, depth: int) -> Tree:

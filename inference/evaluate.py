@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -135,12 +135,12 @@ def evaluate(
     turns = sum(len(p.turns) for p in prompts)
     done = 0
     for index, prompt in enumerate(prompts):
-        messages = [Message("system", prompt.system)] if prompt.system else []
-        for turn in prompt.turns:
-            messages.append(Message("user", turn))
+        messages: list[Message] = []
+        for number, turn in enumerate(prompt.turns, start=1):
+            messages += prompt.opening if number == 1 else [Message("user", turn)]
             ids = chat.prompt_ids(messages)
-            if len(messages) > 1 and len(ids) + settings.max_new_tokens > target.context:
-                log.warning("%s: its turn %d no longer fits the context", prompt.id, len(messages))
+            if number > 1 and len(ids) + settings.max_new_tokens > target.context:
+                log.warning("%s: its turn %d no longer fits the context", prompt.id, number)
                 break
             if not done:
                 _warm_up(target, sides, ids, settings)
@@ -161,7 +161,7 @@ def evaluate(
                 )
             done += 1
             progress(done, turns)
-            messages.append(Message("assistant", _text(target, answers[PLAIN][-1])))
+            messages.append(Message("assistant", text_of(target, answers[PLAIN][-1])))
     return answers
 
 
@@ -171,12 +171,13 @@ def _warm_up(
     ids: Sequence[int],
     settings: Settings,
 ) -> None:
-    short = Settings(**{**vars(settings), "max_new_tokens": min(8, settings.max_new_tokens)})
+    short = replace(settings, max_new_tokens=min(8, settings.max_new_tokens))
     for _, drafter in sides:
         answer(target, drafter, ids, short)
 
 
-def _text(target: Target, given: Answer) -> str:
+def text_of(target: Target, given: Answer) -> str:
+    """What an answer says, without special tokens."""
     assert target.tokenizer is not None
     return str(target.tokenizer.decode(given.new_ids, skip_special_tokens=True))
 

@@ -1,10 +1,10 @@
 """Answers by the target itself: what a draft head should be trained on.
 
 Prompts are answered in a batch whose slots refill as rows end, each with its own keyed noise, so
-an answer depends on the seed and the prompt's place in the file, not on the batch (but for
-rounding in half precision). Finished
-conversations are appended to `OUT.part` at once; a later run with the same settings continues from
-there, and the complete file is sorted and renamed into place.
+an answer depends on the seed and the prompt's place in the file, not on the batch (but for rounding
+in half precision). Finished conversations are appended to `OUT.part` at once; a later run with the
+same settings continues from there, and the complete file is sorted and renamed into place. A
+conversation that ends in a loop is dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import json
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt
+from drafthead.data.files import held, write_atomically
 from drafthead.heads.contract import fingerprint, template_hash
 from drafthead.inference.decoder import Decoder, Row
+from drafthead.inference.evaluate import end_ids
 from drafthead.inference.noise import Noise
 from drafthead.inference.sampling import Sampler, Warps
 from drafthead.inference.target import Target
@@ -40,8 +43,6 @@ class Answering:
     max_new_tokens: int = 256
     seed: int = 0
     batch: int = 32
-    keep_loops: bool = False
-    """Keep answers that end in a loop; otherwise the conversation is dropped and counted."""
 
 
 @dataclass
@@ -76,20 +77,28 @@ def regenerate(
     """Answer all turns of all prompts and write conversations as JSON lines (gzip if `out` ends in
     .gz).
 
-    Raises ValueError where a part file was made with other settings.
+    Raises FileExistsError where `out` is there already, and ValueError where its part file was made
+    with other settings or another process writes to it.
     """
     assert target.tokenizer is not None
     chat = ChatFormat(target.tokenizer, template_kwargs)
-    part = _Part(out, _header(target, prompts, answering, template_kwargs or {}))
-    waiting = deque(
-        _Talk(i, p, _opening(p)) for i, p in enumerate(prompts) if i not in part.finished
-    )
-    session = _Session(target, chat, answering, longest_context(target, chat, prompts, answering))
-    while waiting or session.busy:
-        for talk in session.step(waiting):
-            part.add(talk, answering)
-            progress(len(part.finished), len(prompts))
-    return part.close()
+    longest = longest_context(target, chat, prompts, answering)
+    with _part(out, _header(target, prompts, answering, template_kwargs or {})) as part:
+        waiting = deque(
+            _Talk(i, p, p.opening) for i, p in enumerate(prompts) if i not in part.finished
+        )
+        session = _Session(target, chat, answering, longest)
+        while waiting or session.busy:
+            for talk in session.step(waiting):
+                part.add(talk)
+                progress(len(part.finished), len(prompts))
+        return part.finish()
+
+
+def check_out(out: Path) -> None:
+    """Refuse to write over a file, unless its part file says that it is being made."""
+    if out.exists() and not _part_path(out).exists():
+        raise FileExistsError(f"{out}: is there already; remove it, or name another --out")
 
 
 def longest_context(
@@ -98,7 +107,7 @@ def longest_context(
     """Most tokens any conversation can come to, within the target's context."""
     longest = 0
     for prompt in prompts:
-        turns = [_opening(prompt), *([Message("user", turn)] for turn in prompt.turns[1:])]
+        turns = [prompt.opening, *([Message("user", turn)] for turn in prompt.turns[1:])]
         user = sum(len(chat.prompt_ids(turn)) for turn in turns)
         longest = max(longest, user + len(turns) * (answering.max_new_tokens + 8))
     return min(longest, target.context)
@@ -119,9 +128,7 @@ class _Session:
             self.sampler = Sampler(warps, [self._noise(slot) for slot in range(batch)])
         self.decoder = Decoder(target, self.sampler, batch=batch, capacity=capacity)
         self.talks: list[_Talk | None] = [None] * batch
-        generation = target.model.generation_config
-        ends = generation.eos_token_id if generation else None
-        self.ends = frozenset([ends] if isinstance(ends, int) else ends or [])
+        self.ends = frozenset(end_ids(target))
 
     def _noise(self, stream: int) -> Noise:
         return Noise(self.answering.seed, stream, self.target.vocab_size, self.target.device)
@@ -177,8 +184,10 @@ class _Session:
         ended = new[-1] in self.ends
         talk.tokens += len(new)
         talk.finish = "stop" if ended else "loop" if loops(talk.row.ids) else "length"
-        text = self.chat.tokenizer.decode(new[:-1] if ended else new)
-        talk.messages.append(Message("assistant", str(text)))
+        text = str(self.chat.tokenizer.decode(new[:-1] if ended else new))
+        if not ended:
+            text = text.rstrip("\ufffd")  # a character that the limit cut
+        talk.messages.append(Message("assistant", text))
         turns = [m for m in talk.messages if m.role == "user"]
         if talk.finish != "stop" or len(turns) == len(talk.prompt.turns):
             return True
@@ -219,25 +228,41 @@ def _header(
     }
 
 
+@contextmanager
+def _part(out: Path, header: Mapping[str, Any]) -> Iterator[_Part]:
+    """The part file of `out`, kept to this process inside the block."""
+    check_out(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = _part_path(out)
+    path.touch()
+    with held(path):
+        yield _Part(out, header)
+
+
+def _part_path(out: Path) -> Path:
+    return out.with_name(out.name + ".part")
+
+
 class _Part:
     """The growing part file: a header line with the settings, then one conversation a line."""
 
     def __init__(self, out: Path, header: Mapping[str, Any]) -> None:
         self.out = out
-        self.path = out.with_name(out.name + ".part")
+        self.path = _part_path(out)
         self.report = Report()
         self.finished: dict[int, dict[str, Any] | None] = {}
         """Rows by the prompt's place, as ids may repeat; None where it was dropped."""
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if not (self.path.exists() and self._resume(header)):
+        if not self._resume(header):
             self.path.write_text(json.dumps(header) + "\n", encoding="utf-8")
-        self.file = self.path.open("a", encoding="utf-8")
 
     def _resume(self, header: Mapping[str, Any]) -> bool:
         """Take over what a part file holds; False where not even its header is whole."""
         # A kill may have cut the last line: everything before the last line end is sound.
         sound = self.path.read_bytes().rpartition(b"\n")[0]
-        lines = [json.loads(line) for line in sound.splitlines()]
+        try:
+            lines = [json.loads(line) for line in sound.splitlines()]
+        except ValueError as error:
+            raise ValueError(f"{self.path}: damaged ({error}); remove it") from error
         if not lines:
             return False
         if lines[0] != header:
@@ -259,8 +284,9 @@ class _Part:
         else:
             self.report.written += 1
 
-    def add(self, talk: _Talk, answering: Answering) -> None:
-        dropped = talk.finish == "too long" or (talk.finish == "loop" and not answering.keep_loops)
+    def add(self, talk: _Talk) -> None:
+        """Append a conversation, or that it was dropped and why."""
+        dropped = talk.finish in ("too long", "loop")
         answers = [m.content for m in talk.messages if m.role == "assistant"]
         row = (
             None
@@ -274,22 +300,15 @@ class _Part:
         )
         finish = "empty" if row is None and not dropped else talk.finish
         line = {"index": talk.index, "finish": finish, "tokens": talk.tokens, "row": row}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
         self._count(talk.index, row, finish, talk.tokens)
 
-    def close(self) -> Report:
-        """Write the whole file in the prompts' order, rename it into place, drop the part."""
-        self.file.close()
+    def finish(self) -> Report:
+        """Write the whole file in the prompts' order, and drop the part."""
         rows = [row for _, row in sorted(self.finished.items()) if row is not None]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-        ready = self.out.with_name(self.out.name + ".tmp")
-        ready.write_bytes(gzip.compress(text, mtime=0) if self.out.suffix == ".gz" else text)
-        ready.replace(self.out)
+        packed = gzip.compress(text, mtime=0) if self.out.suffix == ".gz" else text
+        write_atomically(self.out, packed)
         self.path.unlink()
         return self.report
-
-
-def _opening(prompt: Prompt) -> list[Message]:
-    system = [Message("system", prompt.system)] if prompt.system else []
-    return [*system, Message("user", prompt.turns[0])]

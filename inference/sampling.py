@@ -112,11 +112,9 @@ class Sampler:
             return self._accept_by_ratio(row, tree, logits, position)
 
         def choice_after(node: int, depth: int) -> int:
-            scores = _finite(logits[node + 1])
-            if self.noise is None:
-                return choose(scores, None)
-            noise = self.noise[row].gumbel(position + depth)
-            return choose(self.warps(scores[None])[0], noise)
+            scores = self.warps(_finite(logits[node + 1])[None])[0]
+            noise = None if self.noise is None else self.noise[row].gumbel(position + depth)
+            return choose(scores, noise)
 
         return walk(tree.tokens, tree.parents, choice_after)
 
@@ -149,6 +147,8 @@ class Sampler:
         """
         if self.noise is None:
             return logits.float(), None
+        if self.needs_proposals:  # a head whose logits are not finite has no law to draw from
+            logits = logits.nan_to_num(nan=0.0, posinf=1e4, neginf=-1e4)
         scores = self.warps(logits)
         purpose = Purpose.DRAFT if self.needs_proposals else Purpose.COUPLED
         noisy = scores + self.noise[row].gumbel(position, purpose)[draft_ids]

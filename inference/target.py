@@ -74,8 +74,16 @@ class Target:
 
     @property
     def context(self) -> int:
-        """Most positions the model was made for."""
-        return int(self.config.max_position_embeddings)
+        """Most positions the model was made for.
+
+        With `longrope`, those of its short table: a text that passes on to the long one has all its
+        keys made anew, which a store of keys cannot follow.
+        """
+        most = int(self.config.max_position_embeddings)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            most = min(most, int(rope["original_max_position_embeddings"]))
+        return most
 
     def _refuse_unsupported(self) -> None:
         name = self.config.model_type
@@ -92,6 +100,10 @@ class Target:
             other = ", ".join(sorted(kinds - {"full_attention"}))
             raise UnsupportedTargetError(
                 f"{name}: {other} cannot be rolled back here; use a full-attention model"
+            )
+        if getattr(self.config, "alibi", False):
+            raise UnsupportedTargetError(
+                f"{name}: ALiBi counts slots, not a tree's positions; use another model"
             )
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             raise UnsupportedTargetError(
@@ -235,9 +247,16 @@ def serving_dtype() -> str:
 def load_target(name: str | Path, dtype: str = "float32", revision: str | None = None) -> Target:
     """Load model and tokenizer of a folder or Hub id; what is missing or broken is one line."""
     with _loading(str(name)) as path:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), revision=revision, attn_implementation="sdpa"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            revision=revision,
+            attn_implementation="sdpa",
+            output_loading_info=True,
         )
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):  # transformers would leave them random
+            raise ValueError(f"its weights lack {len(missing)} tensors, {missing[0]} among them")
     return Target(model, load_tokenizer(name, revision))
 
 
@@ -257,5 +276,6 @@ def _loading(path: str) -> Iterator[str]:
         )
     try:
         yield path
-    except (OSError, ValueError, SafetensorError) as error:
-        raise OSError(f"target {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first = (str(error) or repr(error)).splitlines()[0]
+        raise OSError(f"target {path!r} cannot be loaded: {first}") from error

@@ -51,9 +51,10 @@ def walk(
 
 def accept_probability(p: Tensor, q: Tensor, token: int) -> float:
     """min(1, p(x) / q(x)), p and q (V,) probabilities (arXiv 2211.17192, 2302.01318)."""
-    if q[token] <= 0:
+    if not q[token] > 0:  # NaN, too, must not pass for certainty
         raise ValueError(
-            f"token {token} was proposed with probability 0: q is not the law it was drawn from"
+            f"token {token} was proposed with probability {float(q[token])}: "
+            "q is not the law it was drawn from"
         )
     return min(1.0, float(p[token]) / float(q[token]))
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from drafthead.data.chat import ChatFormat, Row, build_rows
+from drafthead.data.chat import ChatFormat, Row, build_rows, rows_key
 from drafthead.data.conversations import read_conversations
-from drafthead.data.embedded import default_target, fetch_target
+from drafthead.data.embedded import EMBEDDED, data_path, default_target, fetch_target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.contract import default_layers
 from drafthead.heads.vocabulary import count_tokens, draft_vocabulary
+from drafthead.inference.evaluate import end_ids
 from drafthead.inference.target import Target, load_tokenizer
-from drafthead.train.config import EMBEDDED, DataConfig, RunConfig, TargetConfig, data_path
+from drafthead.train.config import DataConfig, RunConfig, TargetConfig
 from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
 from drafthead.train.teacher import Features, OnlineFeatures, choose_features, plan
@@ -42,6 +42,8 @@ class Assembly:
     """Micro-batches of one epoch, over all ranks."""
     heldout: Features | None
     heldout_batches: int
+    content: str
+    """Names the files' content and all that makes rows of it."""
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -63,8 +65,10 @@ def assemble(config: RunConfig, engine: Engine, watch: Stopwatch) -> Assembly:
     folder = target_folder(config.target, engine)
     tokenizer = load_tokenizer(folder, config.target.revision)
     data = config.data
-    train_rows = read_rows(data.train, data, tokenizer, data.positions)
-    heldout_rows = read_rows(data.heldout, data, tokenizer, data.heldout_positions)
+    chat = ChatFormat(tokenizer, data.template_kwargs)
+    train_rows = read_rows(data.train, data, chat, data.positions)
+    heldout_rows = read_rows(data.heldout, data, chat, data.heldout_positions)
+    files = [data_path(name) for name in (*data.train, *data.heldout)]
     target = engine.load_target(folder, target_dtype(config.target, engine), config.target.revision)
     check_ids([*train_rows, *heldout_rows], target)
     head = build_head(config, target, train_rows)
@@ -93,6 +97,7 @@ def assemble(config: RunConfig, engine: Engine, watch: Stopwatch) -> Assembly:
         train_batches=len(train.batches),
         heldout=choose_features(heldout, training.features, budget) if heldout else None,
         heldout_batches=len(heldout.batches) if heldout else 0,
+        content=",".join(rows_key(file, chat, data.max_length) for file in files),
     )
 
 
@@ -114,7 +119,7 @@ def target_dtype(config: TargetConfig, engine: Engine) -> str:
 
 
 def read_rows(
-    names: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase, cap: int | None
+    names: Sequence[str], data: DataConfig, chat: ChatFormat, cap: int | None
 ) -> list[Row]:
     """Conversations of all files as rows, the first ones up to `cap` positions.
 
@@ -122,10 +127,9 @@ def read_rows(
     """
     if not names:
         return []
-    chat = ChatFormat(tokenizer, data.template_kwargs)
     conversations = []
     for name in names:
-        found, skips = read_conversations(data_path(name))
+        found, skips = read_conversations(data_path(name), data.strict)
         conversations += found
         if skips.total:
             logger.warning("%s: %s", name, skips.summary())
@@ -180,22 +184,14 @@ def build_head(config: RunConfig, target: Target, rows: Sequence[Row]) -> DraftH
     asked = config.head.model_dump()
     layers = asked.get("layers") or default_layers(target.num_layers)
     contract = target.contract(layers, config.data.template_kwargs)
+    contract = contract.model_copy(update={"revision": config.target.revision})
     size = asked.get("draft_vocab_size")
     draft_ids: Tensor | None = None
     if size is not None:
         counts = count_tokens((row.ids for row in rows), target.vocab_size)
-        draft_ids = draft_vocabulary(counts, size, stop_ids(target))
+        # A head that could not propose what ends an answer would miss every end.
+        draft_ids = draft_vocabulary(counts, size, end_ids(target))
         covered = counts[draft_ids].sum().item() / max(1, counts.sum().item())
         logger.info("draft vocabulary: %d tokens, %.1f %% of the tokens", size, 100 * covered)
     torch.manual_seed(config.training.seed)
     return config.head.build(contract, target.config, draft_ids)
-
-
-def stop_ids(target: Target) -> list[int]:
-    """Ids that end an answer: a head that could not propose them would miss every end."""
-    generation = target.model.generation_config
-    eos = None if generation is None else generation.eos_token_id
-    ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    if target.tokenizer is not None and target.tokenizer.eos_token_id is not None:
-        ids.add(target.tokenizer.eos_token_id)
-    return sorted(ids)

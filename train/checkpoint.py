@@ -10,7 +10,6 @@ loop.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from drafthead.data.files import replace_durably
 from drafthead.heads.base import DraftHead
 from drafthead.heads.contract import Contract
 
@@ -157,34 +157,30 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def save_head(head: DraftHead, folder: Path) -> None:
-    """Write the head, read it back, compare, and only then take the old one's place (F37)."""
+    """Write the head, read it back, compare, and only then take the old one's place (F37).
+
+    Where `folder` is a link, what it points to is replaced.
+    """
+    folder = folder.resolve()
     fresh, old = (folder.with_name(f".{folder.name}.{part}") for part in ("tmp", "old"))
+    if old.exists() and not folder.exists():  # killed between the two renames below
+        old.rename(folder)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         head.save_pretrained(fresh)
+        for file in fresh.iterdir():
+            file.chmod(fresh.stat().st_mode & 0o666)  # weights come out for their owner only
         if not same_tensors(head_weights(type(head).from_pretrained(fresh)), head_weights(head)):
             raise OSError(f"{folder}: read back other weights than were written")
         if folder.exists():
             folder.rename(old)
         fresh.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     except SafetensorError as error:
         raise OSError(f"{folder}: could not be written ({error})") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def replace_durably(temporary: Path, path: Path) -> None:
-    """Rename a finished file into place after its bytes, and then the name, are on the disk."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def same_tensors(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from drafthead.data.embedded import EMBEDDED
 from drafthead.train import terminal
-from drafthead.train.terminal import bars, counting, say
+from drafthead.train.terminal import advising, bars, counting, say
 
 if TYPE_CHECKING:
+    from drafthead.inference.stream import Stream
     from drafthead.inference.target import Target
 
 app = typer.Typer(
@@ -26,8 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-EMBEDDED = "embedded"
-
 TargetOption = Annotated[str, typer.Option("--target", help="Hub id, folder, or `embedded`.")]
 HeadOption = Annotated[Path, typer.Option("--head", help="Folder of a trained head.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -35,6 +35,8 @@ TreeOption = Annotated[str, typer.Option(help="chain:DEPTH or tree:DEPTHxWIDTH:N
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 SeedOption = Annotated[int, typer.Option(help="Keys the noise: same seed, same text.")]
 RuleOption = Annotated[str, typer.Option(help="coupled or rejection (chains); both exact.")]
+
+AGAIN = "the same command continues where it was"
 
 
 @app.command("fetch-demo")
@@ -70,19 +72,17 @@ def regenerate(
     Example: drafthead regenerate prompts.jsonl --out train.jsonl.gz --temperature 0.7
     """
     from drafthead.inference.compare import prompts_of
-    from drafthead.inference.regenerate import Answering, regenerate
+    from drafthead.inference.regenerate import Answering, check_out, regenerate
 
     dtype = _dtype(dtype)
     prompts = prompts_of([str(file)], say)
     _make_folder(out)
+    check_out(out)
     answering = Answering(temperature, top_p, max_new_tokens, seed, batch)
     model = _target(target, dtype)
-    try:
-        with bars() as shown:
-            step = counting(shown, "answering")
-            report = regenerate(model, prompts, out, answering, progress=step)
-    except KeyboardInterrupt:
-        raise terminal.StoppedError("the same command continues where it was") from None
+    with advising(AGAIN), bars() as shown:
+        step = counting(shown, "answering")
+        report = regenerate(model, prompts, out, answering, progress=step)
     dropped = dict(report.skipped)
     _result(
         as_json,
@@ -113,11 +113,14 @@ def train(
     from dataclasses import asdict
 
     from drafthead.train.config import load_config
+    from drafthead.train.interrupt import Interrupted
     from drafthead.train.loop import run
 
     settings = load_config(config, overrides or [])
-    with bars() as shown:
+    with advising("--resume continues where it was", when=Interrupted), bars() as shown:
         result = run(settings, resume=resume, progress=terminal.training(shown))
+    if not terminal.is_main():
+        return
     tau = "–" if result.simulated_tau is None else f"{result.simulated_tau:.3f}"
     _result(
         as_json,
@@ -151,6 +154,7 @@ def evaluate(
 
     Example: drafthead evaluate --head runs/mine/head --tree chain:3 --tree tree:4x4:12 --limit 30
     """
+    from drafthead.data.files import write_atomically
     from drafthead.inference.compare import Comparison, compare
     from drafthead.inference.evaluate import Settings
 
@@ -173,7 +177,7 @@ def evaluate(
     if as_json:
         print(json.dumps(result, default=str))
     if out is not None:
-        out.write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
+        write_atomically(out, json.dumps(result, indent=2, default=str))
 
 
 @app.command()
@@ -221,14 +225,7 @@ def generate(
     for said in _said() if prompt is None else [prompt]:
         messages.append(Message("user", said))
         stream = Stream(model, drafter, chat.prompt_ids(messages), settings)
-        text = ""
-        for piece in stream:
-            text += piece.text
-            if not as_json:
-                sys.stdout.write(
-                    f"\x1b[32m{piece.text}\x1b[0m" if colours and piece.drafted else piece.text
-                )
-                sys.stdout.flush()
+        text = "".join(_shown(stream, colours) if not as_json else (p.text for p in stream))
         messages.append(Message("assistant", text))
         if as_json:
             figures = {
@@ -263,7 +260,7 @@ def demo(
         prompts=prompts,
         new_tokens=new_tokens,
     )
-    with bars() as shown:
+    with advising(AGAIN), bars() as shown:
         watcher = Watcher(say, terminal.training(shown), counting(shown, "evaluating"))
         result = demo(out, size, watcher)
     say(f"\n{result['sample']}\n", "dim")
@@ -318,6 +315,15 @@ def _said() -> Iterator[str]:
         if not line:
             return
         yield line
+
+
+def _shown(stream: Stream, colours: bool) -> Iterator[str]:
+    """The text of a stream, each piece when it has been written to standard output."""
+    for piece in stream:
+        mark = colours and piece.drafted
+        sys.stdout.write(f"\x1b[32m{piece.text}\x1b[0m" if mark else piece.text)
+        sys.stdout.flush()
+        yield piece.text
 
 
 def _make_folder(out: Path) -> None:

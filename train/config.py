@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,11 +26,10 @@ from pydantic import (
 )
 from yaml import YAMLError
 
-from drafthead.data.embedded import preset_path, sample_path
+from drafthead.data.embedded import EMBEDDED, preset_path
 from drafthead.heads.base import HeadSettings, settings_class
 
-EMBEDDED = "embedded"
-"""Target name that stands for the model `drafthead fetch-demo` unpacks."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
@@ -56,10 +55,12 @@ class TargetConfig(Settings):
 class DataConfig(Settings):
     """Which conversations, and how much of them."""
 
-    train: tuple[str, ...]
+    train: tuple[str, ...] = Field(min_length=1)
     """Files of conversations; `samples/NAME` is an embedded one."""
     heldout: tuple[str, ...] = ()
     """Conversations that are only evaluated. Without any, the best checkpoint is the last one."""
+    strict: bool = False
+    """Refuse a file for its first unusable row; otherwise such rows are skipped and counted."""
     max_length: int = Field(default=1024, ge=8)
     """Longest row, in tokens; the rest of a conversation is cut off."""
     template_kwargs: dict[str, Any] = {}
@@ -79,7 +80,7 @@ class OptimiserConfig(Settings):
     """AdamW, fused, on fp32 master weights."""
 
     lr: float = Field(default=2e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
@@ -101,7 +102,7 @@ class TrainingConfig(Settings):
     epochs: int | None = Field(default=None, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     max_minutes: float | None = Field(default=None, gt=0)
-    """Wall-clock limit, evaluations included. The first limit reached ends the run."""
+    """Wall-clock limit of steps and the evaluations between them; the first limit ends the run."""
     tokens_per_batch: int = Field(default=2048, ge=8)
     """Most positions, padding included, of one micro-batch of one process."""
     accumulate: int = Field(default=1, ge=1)
@@ -162,6 +163,16 @@ class RunConfig(Settings):
             )
         return self
 
+    def without_effect(self) -> list[str]:
+        """Settings that were given but that the others leave nothing to act on."""
+        training, schedule, data = self.training, self.schedule, self.data
+        idle = {
+            "training.eval_every": training.eval_every and not data.heldout,
+            "data.heldout_positions": data.heldout_positions and not data.heldout,
+            "schedule.min_ratio": schedule.min_ratio and schedule.kind == "constant",
+        }
+        return [name for name, without in idle.items() if without]
+
     def identity(self) -> dict[str, str]:
         """Hashes of the parts that must not change under a checkpoint, by their names."""
         dump = self.model_dump(mode="json")
@@ -188,7 +199,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
                 raise ConfigError(f"{text!r}: an override is written a.b=c")
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: expected settings (key: value), found a list or nothing")
@@ -203,23 +214,25 @@ def config_path(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if path.is_file():
         return path
-    name = str(source)
-    if path.suffix in (".yaml", ".yml") and "/" in name and not name.startswith("heads/"):
+    name = str(source).removeprefix("heads/")
+    if "/" in name:
         raise FileNotFoundError(f"{source}: no such config file")
     try:
-        return preset_path(name if name.startswith("heads/") else f"heads/{name}")
+        return preset_path(f"heads/{name}")
     except ValueError as error:
         raise FileNotFoundError(f"{source}: no such config file, and {error}") from None
 
 
-def data_path(name: str) -> Path:
-    """Resolve one entry of `data.train` or `data.heldout`; a missing file is named."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    if name.startswith("samples/"):
-        return sample_path(name)
-    raise FileNotFoundError(f"{name}: no such data file (embedded ones are called samples/NAME)")
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names to plain values, as trackers take them."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            plain = isinstance(value, str | int | float | bool)
+            values[f"{prefix}{key}"] = value if plain else str(value)
+    return values
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.embedded import default_target, fetch_target
+from drafthead.data.files import write_atomically
 from drafthead.inference.compare import Comparison, compare
 from drafthead.inference.evaluate import Settings
 from drafthead.inference.report import write_report
 from drafthead.inference.target import serving_dtype
 from drafthead.train.config import load_config
-from drafthead.train.loop import Tick, TrainResult, run
+from drafthead.train.loop import run
 from drafthead.train.record import RunFolder
+from drafthead.train.result import Tick, TrainResult
 
 PRESET = "smollm2-eagle3"
 ROWS = ("plain", "lookup", "head", "merged")
@@ -84,7 +86,7 @@ def _train(out: Path, size: DemoSize, watcher: Watcher) -> TrainResult:
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
-    (out / "result.json").write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
+    write_atomically(out / "result.json", json.dumps(result, indent=2, default=str))
     losses = []
     for line in (out / "train" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(line)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.tracking import get_available_trackers  # type: ignore[import-untyped]
 from accelerate.utils import (  # type: ignore[import-untyped]
     DistributedDataParallelKwargs,
     DistributedType,
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafthead.inference.target import Target, load_target
-from drafthead.train.config import OptimiserConfig, RunConfig
+from drafthead.train.config import OptimiserConfig, RunConfig, flat
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,10 @@ class Engine:
     """One process's view of a run. Make it first: it starts the process group."""
 
     def __init__(self, config: RunConfig) -> None:
+        if config.tracker not in ("none", *map(str, get_available_trackers())):
+            raise ValueError(
+                f"tracker: {config.tracker} is not installed; install it, or use tracker=none"
+            )
         handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
         on_cpu = not torch.cuda.is_available()
         deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -64,7 +69,7 @@ class Engine:
         self._optimiser: torch.optim.Optimizer | None = None
         self._model: Any = None
         self._parameters: dict[str, nn.Parameter] = {}
-        self._last = True
+        self._clip = config.optimiser.clip
         if self.world > 1 and self._accelerator.distributed_type == DistributedType.NO:
             raise ValueError(
                 f"{self.world} processes would not share gradients; use accelerate launch"
@@ -122,7 +127,7 @@ class Engine:
                 # Counts and scales are ours; DeepSpeed only sums, clips and shards.
                 train_micro_batch_size_per_gpu=1,
                 gradient_accumulation_steps=1,
-                gradient_clipping=config.clip,
+                gradient_clipping=self._clip,
             )
             self._model, _ = self._accelerator.prepare(model, self._optimiser)
         else:
@@ -133,7 +138,6 @@ class Engine:
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Wrap forward and backward of one micro-batch; ranks add gradients at the last one."""
-        self._last = last
         if self.sharded:
             self._model.set_gradient_accumulation_boundary(is_boundary=last)
         quiet = isinstance(self._model, DistributedDataParallel) and not last
@@ -148,7 +152,7 @@ class Engine:
         else:
             scaled.backward()
 
-    def step(self, lr: float, clip: float) -> float:
+    def step(self, lr: float) -> float:
         """Clip, update, clear, and return the gradient norm.
 
         When that is not finite nothing changes, on any rank (F26, F27).
@@ -161,7 +165,7 @@ class Engine:
             return math.inf if self._model.optimizer.overflow else float(self._norm())
         for group in self._optimiser.param_groups:
             group["lr"] = lr
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), clip))
+        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._clip))
         if math.isfinite(norm):
             self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
@@ -230,7 +234,8 @@ class Engine:
             else:
                 assert self._optimiser is not None, "prepare comes first"
                 self._optimiser.state[parameter] = {
-                    "step": torch.tensor(float(updates), device=self._step_device()),
+                    # Fused AdamW keeps its counter beside the parameter.
+                    "step": torch.tensor(float(updates), device=self.device),
                     **{key: value.clone() for key, value in values.items()},
                 }
         if self.sharded:
@@ -242,10 +247,7 @@ class Engine:
         zero = sum((p.sum() * 0.0 for p in self._parameters.values()), torch.zeros(()))
         with self.micro_batch(last=True):
             self.backward(zero.to(self.device))
-        self.step(lr=0.0, clip=1.0)
-
-    def _step_device(self) -> torch.device:
-        return self.device  # fused AdamW keeps its counter beside the parameter
+        self.step(lr=0.0)
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         if self.sharded:
@@ -275,7 +277,7 @@ class Engine:
         options = {"wandb": {"dir": str(config.out), "name": config.out.name}}
         self._accelerator.init_trackers(
             "drafthead",
-            config=_flat(config.model_dump(mode="json")),
+            config=flat(config.model_dump(mode="json")),
             init_kwargs=options if self._tracker == "wandb" else {},
         )
 
@@ -307,15 +309,3 @@ def _has_wandb_key() -> bool:
         return netrc.netrc().authenticators("api.wandb.ai") is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names to plain values: trackers take no nested settings."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            plain = isinstance(value, str | int | float | bool)
-            flat[f"{prefix}{key}"] = value if plain else str(value)
-    return flat

@@ -2,8 +2,8 @@
 
 An optimiser step takes `accumulate` micro-batches of each rank; what it skips, when it stops and
 what rate it uses are the same on every rank. Interrupted runs leave a checkpoint of the last
-complete step, from which `resume` goes on exactly as if nothing had happened: micro-batches after
-that step are run again.
+complete step, from which `resume` goes on exactly as if nothing had happened (but for what a limit
+of minutes decides): micro-batches after that step are run again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
+from drafthead.data.files import write_atomically
 from drafthead.heads.base import TeacherBatch
 from drafthead.train.assemble import Assembly, assemble
 from drafthead.train.checkpoint import (
@@ -33,13 +35,11 @@ from drafthead.train.config import RunConfig
 from drafthead.train.engine import Engine
 from drafthead.train.heldout import Simulated, simulate, summarise
 from drafthead.train.interrupt import Interrupted, StopRequest, stop_requests
-from drafthead.train.record import RunFolder, write_atomically
+from drafthead.train.record import RunFolder
 from drafthead.train.result import Progress, Tick, TrainResult
 from drafthead.train.schedule import Limits, learning_rate
 from drafthead.train.teacher import blank, epoch_order
 from drafthead.train.timing import Stopwatch
-
-__all__ = ["DivergedError", "Progress", "Tick", "TrainResult", "Trainer", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +61,24 @@ def run(
     """
     folder = RunFolder(config.out)
     engine = Engine(config)
-    if engine.is_main:
-        folder.check(resume)
-    engine.wait()
-    settle = torch.cuda.synchronize if engine.device.type == "cuda" else None
-    watch = Stopwatch(settle)
-    parts = assemble(config, engine, watch)
-    parts.announce()
-    trainer = Trainer(config, engine, parts, folder, watch, progress)
-    trainer.start(load_checkpoint(folder.last) if resume else None)
-    if engine.is_main:
-        folder.start(config, resume)
-    engine.start_tracking(config)
-    try:
-        with stop_requests() as request:
-            trainer.train(request)
-        return trainer.finish()
-    finally:
-        engine.close()
+    with folder.claimed(resume) if engine.is_main else nullcontext():
+        engine.wait()
+        for name in config.without_effect():
+            logger.warning("%s: has no effect beside the other settings", name)
+        watch = Stopwatch(torch.cuda.synchronize if engine.device.type == "cuda" else None)
+        parts = assemble(config, engine, watch)
+        parts.announce()
+        trainer = Trainer(config, engine, parts, folder, watch, progress)
+        trainer.start(load_checkpoint(folder.last) if resume else None)
+        if engine.is_main:
+            folder.start(config, resume)
+        engine.start_tracking(config)
+        try:
+            with stop_requests() as request:
+                trainer.train(request)
+            return trainer.finish()
+        finally:
+            engine.close()
 
 
 class Trainer:
@@ -107,11 +107,10 @@ class Trainer:
 
     def start(self, checkpoint: Checkpoint | None) -> None:
         """Place everything on the device, from the checkpoint if there is one."""
-        self.began = time.monotonic()
         if checkpoint is None:
             self.warm_start()
-        if checkpoint is not None:
-            checkpoint.check(self.config.identity(), self.parts.head.contract, self.folder.last)
+        else:
+            checkpoint.check(self.identity(), self.parts.head.contract, self.folder.last)
             load_weights(self.parts.head, checkpoint.weights)
             self.state = checkpoint.state
             if self.engine.is_main:
@@ -161,7 +160,7 @@ class Trainer:
         except Interrupted:
             self.engine.discard()
             self.save()
-            logger.warning("interrupted after step %d; resume with --resume", self.state.step)
+            logger.warning("interrupted; saved as it was after step %d", self.state.step)
             raise
 
     # The steps of the loop, in their order
@@ -210,7 +209,7 @@ class Trainer:
 
     def update(self, rate: float) -> float:
         with self.watch.part("optimiser"):
-            return self.engine.step(rate, self.config.optimiser.clip)
+            return self.engine.step(rate)
 
     def guard(self, norm: float, group: Sequence[int]) -> None:
         """Count a step whose gradient was not finite; stop when too many come in a row (F26)."""
@@ -311,11 +310,15 @@ class Trainer:
         return Checkpoint(
             state=self.state,
             weights=head_weights(head),
-            identity=self.config.identity(),
+            identity=self.identity(),
             contract=head.contract,
             moments=moments,
             updates=updates,
         )
+
+    def identity(self) -> dict[str, str]:
+        """What must not change under a checkpoint: settings, and the content of the data."""
+        return {**self.config.identity(), "data (content of the files)": self.parts.content}
 
     def record(self, event: str, values: dict[str, float]) -> None:
         if not self.engine.is_main:
@@ -361,7 +364,10 @@ class Trainer:
         survival: tuple[float, ...] = ()
         if self.engine.is_main:
             if state.best_step is not None:
-                load_weights(parts.head, load_checkpoint(folder.best).weights)
+                best = load_checkpoint(folder.best)
+                # Where a run was killed, it may come from later than what was gone on from.
+                state.best_step, state.best_tau = best.state.best_step, best.state.best_tau
+                load_weights(parts.head, best.weights)
                 survival = tuple(json.loads(folder.evaluation.read_text())["simulated_survival"])
             save_head(parts.head.train(False), folder.head)
         self.engine.wait()

@@ -6,11 +6,12 @@ config.yaml  run.json  metrics.jsonl  evaluation.json  checkpoints/{last,best}.s
 from __future__ import annotations
 
 import json
-import os
+import logging
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from drafthead.train.config import RunConfig
+from drafthead.data.files import held, write_atomically
+from drafthead.train.config import RunConfig, flat
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("drafthead", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
 
@@ -53,24 +57,37 @@ class RunFolder:
 
     def start(self, config: RunConfig, resume: bool) -> None:
         """Write down what is run and in which circumstances, once nothing stands against it."""
-        settings = OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
-        write_atomically(self.root / "config.yaml", settings)
+        settings = config.model_dump(mode="json")
+        path = self.root / "config.yaml"
+        if resume and path.exists():
+            before, now = flat(_settings_in(path)), flat(settings)
+            other = sorted(k for k in {*before, *now} if before.get(k) != now.get(k))
+            if other:
+                logger.warning("resumed with other settings than before: %s", ", ".join(other))
+        write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(settings)))
         write_atomically(self.root / "run.json", json.dumps(_circumstances(), indent=2) + "\n")
         if not resume:
             self.metrics.unlink(missing_ok=True)
 
-    def check(self, resume: bool) -> None:
-        """Make the folder; refuse to run over another run, or to resume none."""
-        if not resume and self.last.exists():
-            raise FileExistsError(
-                f"out: {self.root} holds a run already; resume it with --resume, "
-                "or name another folder"
-            )
+    @contextmanager
+    def claimed(self, resume: bool) -> Iterator[None]:
+        """Make the folder and keep other runs out of it inside the block.
+
+        Refused are a folder that holds another run or that another process is in, and resuming
+        where there is nothing to resume.
+        """
         if resume and not self.last.exists():
             raise FileNotFoundError(
                 f"out: {self.root} has no checkpoint to resume; run it without --resume"
             )
         self.root.mkdir(parents=True, exist_ok=True)
+        with held(self.root):
+            if not resume and self.last.exists():
+                raise FileExistsError(
+                    f"out: {self.root} holds a run already; resume it with --resume, "
+                    "or name another folder"
+                )
+            yield
 
     def log(self, event: Mapping[str, Any]) -> None:
         """Append one event to metrics.jsonl."""
@@ -91,14 +108,9 @@ class RunFolder:
         write_atomically(self.metrics, "".join(kept))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file at once, so that a reader or a crash sees the old or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _settings_in(path: Path) -> dict[str, Any]:
+    found: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return dict(found)
 
 
 def _circumstances() -> dict[str, Any]:

@@ -36,7 +36,7 @@ class TrainResult:
     positions: int
     """Token positions trained on, over all sittings and ranks, padding excluded."""
     seconds: float
-    """Wall clock over all sittings, evaluations included."""
+    """Wall clock of all steps over all sittings, evaluations between them included."""
     positions_per_s: float
     """Of this sitting and all ranks, over the time spent in steps."""
     shares: dict[str, float]

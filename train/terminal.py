@@ -35,6 +35,15 @@ class StoppedError(Exception):
     """Ctrl-C where there is more to say than that: the text says how to go on."""
 
 
+@contextmanager
+def advising(how: str, when: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """Say after a Ctrl-C inside the block how to go on."""
+    try:
+        yield
+    except when:
+        raise StoppedError(how) from None
+
+
 def say(text: str, style: str | None = None) -> None:
     """One remark, never wrapped."""
     notes.print(text, style=style, soft_wrap=True)
@@ -111,6 +120,11 @@ def _silence_other_bars() -> None:
         enable_progress_bars()
 
 
+def is_main() -> bool:
+    """Whether this process speaks for all that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class _Remarks(logging.Handler):
     """Log lines as remarks, so that they come out above a bar and not through it."""
 
@@ -126,7 +140,7 @@ def set_up() -> None:
     if not notes.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_Remarks()])
-    logging.getLogger("drafthead").setLevel(logging.INFO)
+    logging.getLogger("drafthead").setLevel(logging.INFO if is_main() else logging.WARNING)
     # Where it is installed, `save_pretrained` imports it in any process, and it then warns on
     # standard output, between the results, that there is no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -155,7 +169,9 @@ def run(app: typer.Typer) -> int:
 
 
 def _in_one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+    if isinstance(error, OSError) and error.strerror:
         reason = error.strerror[0].lower() + error.strerror[1:]
+        if error.filename is None:
+            return reason
         return f"{error.filename}: {reason}; check the path, or name another"
     return " ".join(str(error).split())

@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafthead.heads.blocks import (
+    GatedMLP,
     RMSNorm,
     Rotary,
     active_slots,
@@ -173,3 +174,8 @@ def test_write_rows_by_counts() -> None:
 def test_write_rows_refuses_overflow() -> None:
     with pytest.raises(ValueError, match="7 slots needed, 6 held"):
         write_rows(torch.zeros(1, 1, 6, 2), torch.ones(1, 1, 3, 2), [4])
+
+
+def test_an_unknown_activation_is_one_line() -> None:
+    with pytest.raises(ValueError, match="hidden_act: 'swoosh' is unknown"):
+        GatedMLP(8, 8, "swoosh")

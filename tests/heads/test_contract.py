@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
@@ -197,3 +199,8 @@ def test_partitioned_parameters_are_refused() -> None:
     model.model.layers[0].mlp.up_proj.weight.data = torch.empty(0)
     with pytest.raises(ContractError, match="not in this process"):
         fingerprint(model)
+
+
+def test_a_final_norm_without_weights_is_none() -> None:
+    config = OlmoConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    assert describe(OlmoForCausalLM(config), None, (1, 2), {}).norm is None

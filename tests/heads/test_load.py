@@ -191,6 +191,9 @@ def test_bind_refuses_what_does_not_fit(tmp_path: Path) -> None:
     tiny_target(tied=True).save_pretrained(tmp_path)
     with pytest.raises(ContractError, match=r"no tensor lm_head\.weight"):
         head.bind(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    with pytest.raises(ContractError, match="to be read, which the head borrows"):
+        head.bind(tmp_path)
 
 
 def test_f23_another_target_is_refused_unless_overridden(tmp_path: Path) -> None:
@@ -384,3 +387,11 @@ def test_a_damaged_contract_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="no contract or settings"):
         Eagle3Head(Eagle3Config())
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_f73_a_broken_index_is_one_line(tmp_path: Path, text: str) -> None:
+    tiny_head(tiny_target()).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="not an index of safetensors"):
+        load_head(tmp_path)

@@ -8,7 +8,7 @@ from toy_head import ToySettings
 from drafthead.heads.base import TeacherBatch
 from drafthead.heads.contract import describe
 from drafthead.heads.eagle3 import Eagle3Head, Eagle3Settings
-from drafthead.heads.warm_start import Moments, low_rank
+from drafthead.heads.warm_start import SHARPNESS, Moments, low_rank, self_looking
 
 LAYERS = (2, 4, 5)
 
@@ -91,3 +91,9 @@ def test_a_head_without_one_and_batches_without_labels_are_refused() -> None:
         toy.warm_start([])
     with pytest.raises(ValueError, match="no supervised position"):
         tiny_head(target).warm_start([])
+
+
+def test_f25_a_head_wider_than_the_stream_looks_at_itself_too() -> None:
+    look = self_looking(2, 12, 8)
+    assert look.shape == (2, 12, 8)
+    torch.testing.assert_close(look.mT @ look, SHARPNESS**2 * torch.eye(8).expand(2, 8, 8))

@@ -256,3 +256,9 @@ def test_f57_prompts_of_one_to_three_tokens(
     text = own_greedy(target64, prompt, 12)
     for make in DRAFTERS.values():
         assert ids_of(target64, [prompt], Sampler(), make([text], head64), 12) == [text]
+
+
+@pytest.mark.parametrize("ids", [[5, 512], [-1, 5]])
+def test_f59_ids_of_another_tokenizer_are_refused(target64: Target, ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="do not fit the target's vocabulary of 512"):
+        decode(target64, [ids], Sampler(), max_new_tokens=4)

@@ -108,3 +108,30 @@ def test_merged_credits_each_draft_to_its_source(target64: Target, head64: Draft
     assert {r.source for r in row.rounds} <= {"lookup", "head", ""}
     assert "head" in {r.source for r in row.rounds}
     assert all(r.source for r in row.rounds if r.drafted)
+
+
+@pytest.mark.parametrize("shape", ["tree:4x8:8", "tree:5x8:16", "tree:6x10:6"])
+def test_f58_a_tree_that_expands_more_than_it_verifies_fits_the_heads_memory(
+    target64: Target, head64: DraftHead, shape: str
+) -> None:
+    """To the last token of the longer row, and of a row that waits beside it."""
+    prompts = [prompt_of(6), prompt_of(40)]
+    drafter = HeadDrafter(head64, Shape.parse(shape))
+    texts = [own_greedy(target64, prompt, 24) for prompt in prompts]
+    assert ids_of(target64, prompts, Sampler(), drafter, 24) == texts
+    assert ids_of(target64, prompts[:1], Sampler(), drafter, 24) == texts[:1]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_f44_a_head_that_is_not_finite_decides_nothing(target64: Target, rule: str) -> None:
+    """Its NaN must not pass for the certainty that a ratio rule accepts."""
+    head = tiny_head(endless()).double()
+    head.bind(target64.model, check=False)
+    with torch.no_grad():
+        head.norm.weight.fill_(torch.nan)
+    drafter = HeadDrafter(head, Shape.parse("chain:3"))
+    sampler = keyed(target64, 1, rule=rule, top_k=5)
+    (text,) = ids_of(target64, [prompt_of(6)], sampler, drafter, 24)
+    laws = target64.model(torch.tensor([text])).logits[0]
+    best = laws.topk(5).indices.tolist()
+    assert all(token in best[at - 1] for at, token in enumerate(text) if at >= 6)

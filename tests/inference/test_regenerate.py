@@ -21,6 +21,7 @@ from tiny import tiny_tokenizer
 
 from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt, read_conversations
+from drafthead.data.files import held
 from drafthead.inference.regenerate import Answering, Report, loops, regenerate
 from drafthead.inference.target import Target
 
@@ -40,7 +41,7 @@ PROMPTS = [
 def ending_target() -> Target:
     """A target that ends its answers often: every eighth of its tokens is an end token."""
     model = endless(num_layers=3)
-    model.generation_config.eos_token_id = list(range(3, 512, 8))
+    model.generation_config.eos_token_id = [2, *range(3, 512, 8)]
     return Target(model, tiny_tokenizer())
 
 
@@ -103,7 +104,7 @@ def test_answers_are_the_targets_own(tmp_path: Path) -> None:
     """Greedy, two turns: each answer is transformers' own for the conversation so far."""
     target, chat = ending_target(), ChatFormat(tiny_tokenizer())
     out = tmp_path / "out.jsonl"
-    regenerate(target, PROMPTS, out, replace(ANSWERING, temperature=0.0, keep_loops=True))
+    regenerate(target, PROMPTS, out, replace(ANSWERING, temperature=0.0))
     ends = set(target.model.generation_config.eos_token_id)
     answers = 0
     for row in rows(out.read_bytes()):
@@ -112,8 +113,9 @@ def test_answers_are_the_targets_own(tmp_path: Path) -> None:
                 before = [Message(m["role"], m["content"]) for m in row["messages"][:index]]
                 ids = chat.prompt_ids(before)
                 new = own_greedy(target, ids, 16)[len(ids) :]
-                wanted = new[:-1] if new[-1] in ends else new
-                assert message["content"] == chat.tokenizer.decode(wanted)
+                ended = new[-1] in ends
+                wanted = chat.tokenizer.decode(new[:-1] if ended else new)
+                assert message["content"] == (wanted if ended else wanted.rstrip("\ufffd"))
                 answers += 1
     assert answers >= 3
 
@@ -132,8 +134,8 @@ def test_seed_and_place_decide_an_answer(target: Target, unbroken: bytes, tmp_pa
     out = tmp_path / "out.jsonl"
     regenerate(target, PROMPTS, out, replace(ANSWERING, seed=4))
     assert out.read_bytes() != unbroken
-    regenerate(target, PROMPTS[:2] * 2, out, ANSWERING)
-    made = rows(out.read_bytes())
+    regenerate(target, PROMPTS[:2] * 2, tmp_path / "twice.jsonl", ANSWERING)
+    made = rows((tmp_path / "twice.jsonl").read_bytes())
     assert made[0] == rows(unbroken)[0], "the place in the file is the same"
     assert made[1]["messages"] != made[3]["messages"], "one prompt twice is answered twice"
 
@@ -233,6 +235,9 @@ def test_gz_is_the_same_text_compressed(target: Target, unbroken: bytes, tmp_pat
     regenerate(target, PROMPTS, out, ANSWERING)
     first = out.read_bytes()
     assert gzip.decompress(first) == unbroken
+    with pytest.raises(FileExistsError, match="is there already"):
+        regenerate(target, PROMPTS, out, ANSWERING)
+    out.unlink()
     regenerate(target, PROMPTS, out, ANSWERING)
     assert out.read_bytes() == first, "the same bytes, whenever it was written"
     conversations, skips = read_conversations(out)
@@ -255,7 +260,7 @@ def saying(token: int) -> Target:
     return Target(model, tiny_tokenizer())
 
 
-def test_loops_are_dropped_and_counted_or_kept_on_request(tmp_path: Path) -> None:
+def test_loops_are_dropped_and_counted(tmp_path: Path) -> None:
     target, out = saying(100), tmp_path / "out.jsonl"
     greedy = replace(ANSWERING, temperature=0.0, max_new_tokens=90)
     report = regenerate(target, PROMPTS[:3], out, greedy)
@@ -263,9 +268,41 @@ def test_loops_are_dropped_and_counted_or_kept_on_request(tmp_path: Path) -> Non
     assert dict(report.skipped) == {"loop": 3}
     assert out.read_bytes() == b""
     assert report.new_tokens < 3 * 80, "a loop is seen before the limit"
-    kept = regenerate(target, PROMPTS[:3], out, replace(greedy, keep_loops=True))
-    assert (kept.written, dict(kept.skipped)) == (3, {})
-    assert {row["finish"] for row in rows(out.read_bytes())} == {"loop"}
+
+
+def test_a_part_file_that_is_damaged_is_named(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    begin(target, out, 2)
+    part_of(out).write_bytes(b"\0\n" + part_of(out).read_bytes())
+    with pytest.raises(ValueError, match=r"out\.jsonl\.part: damaged .*; remove it"):
+        regenerate(target, PROMPTS, out, ANSWERING)
+
+
+def test_a_part_file_that_another_process_writes_is_left_to_it(
+    target: Target, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    begin(target, out, 2)
+    before = part_of(out).read_bytes()
+    with held(part_of(out)), pytest.raises(ValueError, match="another process writes here"):
+        regenerate(target, PROMPTS, out, ANSWERING)
+    assert part_of(out).read_bytes() == before
+
+
+def test_the_tokenizers_own_end_ends_an_answer_too(tmp_path: Path) -> None:
+    """F47: the generation config names another one."""
+    target, out = saying(2), tmp_path / "out.jsonl"
+    target.model.generation_config.eos_token_id = 7
+    report = regenerate(target, PROMPTS[1:2], out, replace(ANSWERING, temperature=0.0))
+    assert report.new_tokens == 1
+
+
+def test_a_character_that_the_limit_cut_is_left_out(tmp_path: Path) -> None:
+    target, out = saying(100), tmp_path / "out.jsonl"
+    assert target.tokenizer is not None
+    lead = target.tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)[0]
+    target, limit = saying(lead), replace(ANSWERING, temperature=0.0, max_new_tokens=3)
+    assert dict(regenerate(target, PROMPTS[1:2], out, limit).skipped) == {"empty": 1}
 
 
 def test_dropped_conversations_stay_counted_after_a_kill(tmp_path: Path) -> None:

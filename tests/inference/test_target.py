@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafts import prompt_of
+from drafts import Oracle, ids_of, own_greedy, prompt_of
+from safetensors.torch import load_file, save_file
 from tiny import tiny_target, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import (
@@ -14,6 +15,8 @@ from transformers import (
     BloomForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -34,6 +37,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target, UnsupportedTargetError, load_target
 
 SMALL: dict[str, Any] = {
@@ -204,8 +208,12 @@ def test_f17_states_are_the_same_alone_in_a_batch_in_any_order_and_twice(target3
             lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2)),
             "bloom: its forward takes no position_ids, which a tree needs",
         ),
+        (
+            lambda: FalconForCausalLM(FalconConfig(**SMALL, alibi=True)),
+            "falcon: ALiBi counts slots",
+        ),
     ],
-    ids=["mamba", "mistral", "mixtral", "phi3", "gemma2", "gpt-neo", "bloom"],
+    ids=["mamba", "mistral", "mixtral", "phi3", "gemma2", "gpt-neo", "bloom", "falcon"],
 )
 def test_f42_f43_targets_that_would_decode_wrongly_are_refused_by_name(
     make: Any, message: str
@@ -272,3 +280,44 @@ def test_a_saved_target_loads_in_the_dtype_asked_for(tmp_path: Any) -> None:
     assert target.tokenizer is not None
     original = Target(model, tiny_tokenizer())
     assert target.contract([1]).fingerprint == original.contract([1]).fingerprint
+
+
+def test_f66_a_target_that_lacks_a_tensor_is_refused(tmp_path: Any) -> None:
+    """Transformers would make it up at random and only log it."""
+    tiny_target(num_layers=2).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    taken = weights.pop(name)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OSError, match=f"its weights lack 1 tensors, {name} among them"):
+        load_target(tmp_path)
+    weights[name] = taken[:3].contiguous()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OSError, match="cannot be loaded") as caught:
+        load_target(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_f39_a_text_ends_before_longrope_changes_its_table() -> None:
+    """Beyond it a text's keys are made anew in plain decoding."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 32,
+    }
+    model = Phi3ForCausalLM(
+        Phi3Config(
+            **SMALL,
+            sliding_window=None,
+            rope_parameters=rope,
+            original_max_position_embeddings=32,
+        )
+    ).double()
+    model.generation_config.eos_token_id = None
+    target, prompt = Target(model), prompt_of(9, vocab_size=64)
+    assert target.context == 32
+    text = own_greedy(target, prompt, 23)
+    assert ids_of(target, [prompt], Sampler(), Oracle([text]), 23) == [text]

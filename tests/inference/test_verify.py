@@ -337,3 +337,10 @@ def test_residual_of_equal_laws_is_a_law() -> None:
     p = P(())
     assert torch.equal(residual(p, p), p)
     assert residual(p, p * (1 + 1e-15)).sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("probability", [0.0, math.nan])
+def test_f50_a_token_its_law_does_not_know_is_an_error(probability: float) -> None:
+    law = torch.tensor([0.5, probability, 0.5])
+    with pytest.raises(ValueError, match="q is not the law it was drawn from"):
+        accept_probability(torch.full((3,), 1 / 3), law, 1)

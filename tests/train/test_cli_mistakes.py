@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import Call, Place, assert_one_line, write_config
+
 from runs import three_layers, write_target
 
 
@@ -34,6 +35,10 @@ def wrong(place: Place, tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "long.jsonl").write_text(json.dumps(long) + "\n")
     write_config(tmp_path / "typo.yaml", place.root, place.target, max_step=3)
     (tmp_path / "broken.yaml").write_text("data: {train: [\n")
+    good = (place.root / "train.jsonl").read_text().splitlines()[0]
+    bad = {"messages": [{"role": "user", "content": "alone"}]}
+    (tmp_path / "mixed.jsonl").write_text(f"{good}\n{json.dumps(bad)}\n")
+    (tmp_path / "latin.yaml").write_bytes(b"out: \xe9\n")
     return {path.name.split(".")[0]: path for path in tmp_path.iterdir()}
 
 
@@ -45,6 +50,8 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "config missing": ("train --config {tmp}/none.yaml", ["none.yaml", "no such config file"]),
     "config no preset": ("train --config smolm2-eagle3", ["did you mean", "smollm2-eagle3"]),
     "config not YAML": ("train --config {broken}", ["broken.yaml"]),
+    "config is a folder": ("train --config {empty}", ["empty: no such config file"]),
+    "config not text": ("train --config {latin}", ["latin.yaml: ", "utf-8"]),
     "config key": (
         "train --config {typo} out={tmp}/fresh",
         ["training.max_step: unknown setting; did you mean 'max_steps'?"],
@@ -52,14 +59,19 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "override key": (f"{TRAIN} trainin.seed=1", ["trainin: ", "did you mean 'training'?"]),
     "override form": (f"{TRAIN} faster", ["'faster'", "a.b=c"]),
     "override value": (f"{TRAIN} training.max_steps=few", ["training.max_steps", "'few'"]),
+    "no data": (f"{TRAIN} data.train=[]", ["data.train: ", "at least 1 item"]),
+    "data row, strict": (
+        f"{TRAIN} data.strict=true data.train={{mixed}}",
+        ["mixed.jsonl:2: no assistant message"],
+    ),
     "data missing": (f"{TRAIN} data.train=none.jsonl", ["none.jsonl: no such data file"]),
     "evaluate: prompts missing": (
         EVALUATE.replace("{prompts}", "{tmp}/none.jsonl"),
-        ["none.jsonl: no such prompt file", "samples/NAME"],
+        ["none.jsonl: no such data file", "samples/NAME"],
     ),
     "regenerate: prompts missing": (
         "regenerate {tmp}/none.jsonl --out {tmp}/out.jsonl --target {target}",
-        ["none.jsonl: no such prompt file"],
+        ["none.jsonl: no such data file"],
     ),
     "evaluate: head missing": (
         EVALUATE.replace("{head}", "{tmp}/none"),
@@ -91,6 +103,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "regenerate: out below a file": (
         "regenerate {prompts} --out {file}/out.jsonl --target {target}",
         ["{file}"],
+    ),
+    "regenerate: over its own prompts": (
+        "regenerate {prompts} --out {prompts} --target {target}",
+        ["{prompts}: is there already", "--out"],
     ),
     "demo: out below a file": ("demo --out {file}/demo", ["{file}/demo"]),
     "fetch-demo: below a file": ("fetch-demo {file}/model", ["{file}", "name a folder"]),

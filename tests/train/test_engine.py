@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import MakeConfig, events
 
 from drafthead import configs
 from drafthead.train.checkpoint import Checkpoint, load_checkpoint
 from drafthead.train.config import RunConfig
 from drafthead.train.engine import wants_bf16
-from drafthead.train.loop import Tick, run
+from drafthead.train.loop import run
+from drafthead.train.result import Tick
+from runs import MakeConfig, events
 
 BIN = Path(sys.executable).parent
 PRESETS = Path(configs.__file__).resolve().parent
@@ -29,12 +30,12 @@ def launch(command: list[str], config: RunConfig, folder: Path, *extra: str) -> 
     file = folder / "config.json"
     file.write_text(json.dumps(config.model_dump(mode="json")))
     process = subprocess.Popen(
-        [*command, "-m", "drafthead.train", "--config", str(file), *extra],
+        [*command, "-m", "drafthead.train", "--config", str(file), "--json", *extra],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=PRESETS.parent,  # the accelerate preset names the DeepSpeed one from there
+        cwd=folder,
         start_new_session=True,
     )
     try:
@@ -43,7 +44,9 @@ def launch(command: list[str], config: RunConfig, folder: Path, *extra: str) -> 
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # the launcher's workers too
     assert process.returncode == 0, stderr[-4000:]
-    assert json.loads(stdout.splitlines()[-1])["steps"] == config.training.max_steps
+    # The launcher and DeepSpeed write there too, before the one result of all ranks.
+    results = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"head"')]
+    assert [result["steps"] for result in results] == [config.training.max_steps]
 
 
 ZERO2 = [
@@ -143,3 +146,12 @@ def test_wandb_without_a_key_logs_offline(
     config = make_config(tracker="wandb", training={"max_steps": 2})
     run(config)
     assert list((config.out / "wandb").glob("offline-run-*"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate would go on and log nothing."""
+    monkeypatch.setattr("drafthead.train.engine.get_available_trackers", lambda: ["wandb"])
+    with pytest.raises(ValueError, match=r"tracker: tensorboard is not installed"):
+        run(make_config(tracker="tensorboard"))

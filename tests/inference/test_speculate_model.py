@@ -1,0 +1,117 @@
+"""What `speculate` finds out about the model it is used with, and leaves as it was."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from drafts import endless, own_greedy, prompt_of
+from tiny import tiny_head, tiny_target
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, TypicalLogitsWarper
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.contract import ContractError
+from drafthead.inference.drafters import HeadDrafter, LookupDrafter, MergedDrafter
+from drafthead.inference.sampling import UnsupportedSamplingError
+from drafthead.inference.speculate import speculate
+from drafthead.inference.target import Target
+from drafthead.inference.tree import Shape
+
+
+def run(model: PreTrainedModel, method: Any, prompts: list[list[int]], **settings: Any) -> Any:
+    ids = torch.tensor(prompts)
+    asked = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False, **settings}
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, custom_generate=method, **asked)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_f23_other_weights_are_told_once_and_keep_their_own_text(
+    merged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both models in turn through one `speculate`: nothing of the first is left in the second."""
+    mine = endless()
+    other = tiny_target(num_layers=6, seed=9)
+    other.generation_config.eos_token_id = None
+    head = tiny_head(mine)
+    drafter: Any = HeadDrafter(head, Shape.parse("chain:3")) if merged else head
+    method = speculate(MergedDrafter(LookupDrafter(3), drafter) if merged else drafter)
+    for model, warnings in ((mine, 0), (other, 1), (other, 1), (mine, 1)):
+        with caplog.at_level(logging.WARNING):
+            out = run(model, method, [prompt_of(5)])
+        assert out[0].tolist() == own_greedy(Target(model), prompt_of(5), 12)
+        told = [r.message for r in caplog.records if "drafts may be useless" in r.message]
+        assert len(told) == warnings
+    assert "fingerprint" in told[0]
+
+
+def test_f59_a_model_of_another_shape_is_refused_in_one_line() -> None:
+    head = tiny_head(endless())
+    for model in (tiny_target(num_layers=6, vocab_size=300), tiny_target(num_layers=3)):
+        with pytest.raises(ContractError, match="the head was made for target") as caught:
+            run(model, speculate(head), [prompt_of(5, vocab_size=300)])
+        assert "\n" not in str(caught.value)
+
+
+def test_a_head_on_another_device_is_refused_in_one_line() -> None:
+    head = tiny_head(endless()).to("meta")
+    with pytest.raises(ValueError, match="the head is on meta, the model on cpu: move it"):
+        run(endless(), speculate(head), [prompt_of(5)])
+
+
+def test_what_is_no_drafter_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="give a bound head, a drafter or None, not 'runs/head'"):
+        speculate("runs/head")  # type: ignore[arg-type]
+
+
+def test_training_modules_stay_in_training_mode() -> None:
+    model = endless().train()
+    model.lm_head.eval()
+    run(model, speculate(None), [prompt_of(5)])
+    assert not model.lm_head.training
+    assert all(m.training for m in model.modules() if m is not model.lm_head)
+
+
+def test_f46_padding_without_a_pad_token_is_the_first_end_token(target64: Target) -> None:
+    """As in generate itself."""
+    prompts = [prompt_of(5, seed) for seed in (1, 2)]
+    ends = [own_greedy(target64, prompts[0], 12)[5 + 5], 511]
+    settings = {"eos_token_id": ends, "pad_token_id": None}
+    model = endless().double()
+    model.generation_config.pad_token_id = None
+    ours = run(model, speculate(None), prompts, **settings)
+    assert torch.equal(ours, run(model, None, prompts, **settings))
+    assert ours[0, -1] == ends[0]
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "tree:3x3:8"])
+def test_f52_a_processor_acts_on_greedy_text_too(
+    target64: Target, head64: DraftHead, tree: str
+) -> None:
+    """Typical decoding may remove the likeliest token."""
+
+    def typical() -> LogitsProcessorList:
+        return LogitsProcessorList([TypicalLogitsWarper(0.05)])
+
+    prompt = [prompt_of(5)]
+    own = run(target64.model, None, prompt, logits_processor=typical())
+    ours = run(target64.model, speculate(head64, tree=tree), prompt, logits_processor=typical())
+    assert torch.equal(ours, own)
+    assert own[0].tolist() != own_greedy(target64, prompt[0], 12)
+
+
+def test_f54_positions_of_the_callers_own_are_refused(target64: Target) -> None:
+    ids = [prompt_of(5)]
+    own: Tensor = torch.arange(5)[None]
+    run(target64.model, speculate(None), ids, position_ids=own)
+    with pytest.raises(UnsupportedSamplingError, match=r"position_ids other than 0, 1, 2, …"):
+        run(target64.model, speculate(None), ids, position_ids=own + 3)
+
+
+def test_logits_of_a_half_precision_model_come_in_float32() -> None:
+    asked = {"return_dict_in_generate": True, "output_logits": True}
+    out = run(endless().bfloat16(), speculate(None), [prompt_of(5)], **asked)
+    assert {step.dtype for step in out.logits} == {torch.float32}
