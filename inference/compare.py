@@ -131,9 +131,9 @@ def line_up(head: DraftHead, shapes: Sequence[Shape]) -> dict[str, Drafter]:
     heads: dict[str, Drafter] = {
         name: HeadDrafter(head, shape) for name, shape in zip(_names(shapes), shapes, strict=True)
     }
-    hit = LookupDrafter(length=5, longest=3, shortest=3)
+    hit = LookupDrafter(length=8, longest=3, shortest=3)
     merged = MergedDrafter(hit, HeadDrafter(head, shapes[0]))
-    return {"lookup": LookupDrafter(length=4, longest=3, shortest=2), **heads, "merged": merged}
+    return {"lookup": LookupDrafter(length=8, longest=3, shortest=2), **heads, "merged": merged}
 
 
 def _names(shapes: Sequence[Shape]) -> list[str]:

@@ -27,11 +27,11 @@ from drafthead.train.loop import run
 from drafthead.train.record import RunFolder
 
 STAGES = {
-    "greedy": (("chain:3", "chain:1", "chain:2", "tree:3x3:8"), 0.0, "coupled"),
+    "greedy": (("chain:1", "chain:3", "tree:3x3:8"), 0.0, "coupled"),
     "coupled": (("chain:3",), 1.0, "coupled"),
     "rejection": (("chain:3",), 1.0, "rejection"),
 }
-"""Trees, temperature and rule."""
+"""Trees (the first one also serves in the merged drafter), temperature and rule."""
 
 
 def main() -> None:
