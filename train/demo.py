@@ -37,7 +37,7 @@ class DemoSize:
     """Train as long as this instead, over all of the sample."""
     prompts: int = 12
     new_tokens: int = 64
-    tree: str = "chain:3"
+    tree: str = "chain:2"
 
 
 @dataclass(frozen=True)
