@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import LAYERS
 from tiny import CORPUS
+from tiny_runs import LAYERS
 
 COMMAND = [sys.executable, "-m", "drafthead.train.cli"]
 NOISE = re.compile(r"Warning|WARNING|Traceback|deepspeed|accelerator|it/s|Loading weights", re.I)

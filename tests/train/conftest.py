@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command import COMMAND, Call, Done, Place, write_config, write_prompts
-from runs import LAYERS, MakeConfig, three_layers, write_chats, write_target
+from tiny_runs import LAYERS, MakeConfig, three_layers, write_chats, write_target
 
 import drafthead.heads  # noqa: F401  registers the built-in heads
 from drafthead.train.cli import main

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import Call, Place, assert_one_line, write_config
-
-from runs import three_layers, write_target
+from tiny_runs import three_layers, write_target
 
 
 def files(*folders: Path) -> dict[Path, bytes]:

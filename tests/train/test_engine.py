@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import MakeConfig, events
 
 from drafthead import configs
 from drafthead.train.checkpoint import Checkpoint, load_checkpoint
@@ -18,7 +19,6 @@ from drafthead.train.config import RunConfig
 from drafthead.train.engine import wants_bf16
 from drafthead.train.loop import run
 from drafthead.train.result import Tick
-from runs import MakeConfig, events
 
 BIN = Path(sys.executable).parent
 PRESETS = Path(configs.__file__).resolve().parent

@@ -17,6 +17,7 @@ import pytest
 import torch
 import toy_head  # noqa: F401  registers itself
 from tiny import tiny_target, tiny_tokenizer
+from tiny_runs import MakeConfig, events, write_chats, write_target
 from torch import Tensor
 
 from drafthead.heads import load_head
@@ -29,7 +30,6 @@ from drafthead.train.loop import DivergedError, Trainer, run
 from drafthead.train.record import RunFolder
 from drafthead.train.schedule import Limits, learning_rate
 from drafthead.train.timing import Stopwatch
-from runs import MakeConfig, events, write_chats, write_target
 
 
 def make_trainer(config: RunConfig) -> Trainer:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import LAYERS, three_layers
+from tiny_runs import LAYERS, three_layers
 
 from drafthead.data.chat import Row
 from drafthead.heads.base import TeacherBatch, settings_class

@@ -11,6 +11,7 @@ import torch
 import toy_head  # noqa: F401  registers itself
 from safetensors.torch import load_file
 from tiny import tiny_head, tiny_target
+from tiny_runs import MakeConfig, events, write_chats
 
 from drafthead.data.files import held
 from drafthead.heads import load_head
@@ -27,7 +28,6 @@ from drafthead.train.checkpoint import (
 from drafthead.train.config import RunConfig
 from drafthead.train.loop import run
 from drafthead.train.result import Tick
-from runs import MakeConfig, events, write_chats
 
 
 class InterruptAt:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from runs import LAYERS, three_layers
+from tiny_runs import LAYERS, three_layers
 from torch import Tensor
 
 from drafthead.data.chat import Row
