@@ -84,7 +84,9 @@ def compare(
     sample = text_of(target, answers[PLAIN][0])
     del target, head, drafters  # before the float32 copies are made
     same: dict[str, dict[str, Any]] = {}
-    if asked.identity:
+    # Ratio rules keep the target's law, not plain decoding's very draw from it.
+    same_draw = asked.settings.temperature == 0 or asked.settings.rule == "coupled"
+    if asked.identity and same_draw:
         stage("comparing with plain decoding in float32")
         same = _identity(asked, shapes, prompts[: asked.identity])
     return result | {

@@ -132,7 +132,7 @@ class Trainer:
             positions += self.parts.train.positions(index)
         if chosen:
             with self.watch.part("warm start"):
-                self.parts.head.warm_start(self.parts.train.batch(index) for index in chosen)
+                self.parts.head.warm_start(map(self.batch, chosen))
 
     def train(self, request: StopRequest) -> None:
         """Step until a limit; on a request to stop, save and raise KeyboardInterrupt."""
@@ -178,11 +178,14 @@ class Trainer:
         for start in range(0, len(group), world):
             indices = group[start : start + world]
             mine = indices[rank] if rank < len(indices) else None
-            with self.watch.part("target"):
-                batch = self.parts.train.batch(indices[0] if mine is None else mine)
+            batch = self.batch(indices[0] if mine is None else mine)
             batches.append(blank(batch) if mine is None else batch)
             self.stop_between_batches()
         return batches
+
+    def batch(self, index: int) -> TeacherBatch:
+        with self.watch.part("target"):
+            return self.parts.train.batch(index)
 
     def rate(self) -> float:
         state, config = self.state, self.config
