@@ -208,8 +208,6 @@ class Eagle3Head(DraftHead):
         elif isinstance(module, GatedMLP):
             initialization.normal_(module.down_proj.weight, std=std)
 
-    # What is borrowed, and the draft vocabulary
-
     def bind(self, source: PreTrainedModel | Path, check: bool = True) -> None:
         """Borrow from a live target or its folder, in the dtype that the head computes in.
 
