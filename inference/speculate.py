@@ -1,5 +1,4 @@
-"""Drafting as a Hugging Face decoding method: `model.generate(...,
-custom_generate=speculate(head))`.
+"""Drafting as a decoding method of Hugging Face's `generate(custom_generate=speculate(head))`.
 
 The callable that `speculate` returns has the signature `generate` expects, so warpers, stopping
 criteria, generation configs and `return_dict_in_generate` act as users know them. What cannot be
@@ -67,8 +66,7 @@ def speculate(
     streams: Sequence[int] | None = None,
     streamer: Streamer | None = None,
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
-    """Make a decoding method of a bound head, any drafter, or None (plain keyed decoding, the
-    reference).
+    """Make a decoding method of a bound head, any drafter, or None: plain keyed decoding.
 
     tree: how a head drafts, `chain:K` or `tree:DEPTHxWIDTH:NODES`; rule: `coupled` (default) or
     `rejection` (chains), both exact; seed: drawn from torch's generator where not given; streams:
