@@ -1,5 +1,4 @@
-"""The decode loop: draft, verify, accept, commit; the same for plain decoding, which drafts
-nothing.
+"""The decode loop: draft, verify, accept, commit; plain decoding is this loop without drafts.
 
 A round, worked: the row is `The cat sat`, whose last token `sat` (the root) the target has not run
 yet. The drafter proposes a tree below it: `on` with children `the` and `a`, and `down` beside
