@@ -90,7 +90,7 @@ def compare(
         stage("comparing with plain decoding in float32")
         same = _identity(asked, shapes, prompts[: asked.identity])
     return result | {
-        "records": records_of(answers, same),
+        "records": records_of(answers, same, same_draw),
         "prompts": len(prompts),
         "new_tokens": asked.settings.max_new_tokens,
         "settings": asdict(asked.settings),
@@ -189,14 +189,18 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def records_of(
-    answers: Mapping[str, Sequence[Answer]], same: Mapping[str, dict[str, Any]]
+    answers: Mapping[str, Sequence[Answer]],
+    same: Mapping[str, dict[str, Any]],
+    same_draw: bool = True,
 ) -> dict[str, Any]:
-    """Records by drafter name, plain first."""
+    """Records by drafter name, plain first; without `same_draw` no text is held against plain's."""
     plain = answers[PLAIN]
     table: dict[str, Any] = {PLAIN: plain_record(plain)}
     for name, given in answers.items():
         if name != PLAIN:
             table[name] = record(name, given, plain, same.get(name))
+            if not same_draw:
+                table[name]["agreement"] = None
     return table
 
 

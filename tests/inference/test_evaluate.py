@@ -363,3 +363,14 @@ def test_one_tree_is_called_head_several_by_their_shape(chatting: Target) -> Non
     assert list(line_up(head, [Shape(2, 1, 2)])) == ["lookup", "head", "merged"]
     two = line_up(head, [Shape(2, 1, 2), Shape(2, 2, 4)])
     assert list(two) == ["lookup", "head chain:2", "head tree:2x2:4", "merged"]
+
+
+def test_texts_of_another_draw_are_not_held_against_plain(
+    answers: dict[str, list[Answer]],
+) -> None:
+    """A ratio rule keeps the law and not the very draw: a count of equal texts would mislead."""
+    made = records_of(answers, {}, same_draw=False)
+    drafted = [r for name, r in made.items() if name != PLAIN]
+    assert drafted
+    assert all(r["agreement"] is None and r["identical"] is None for r in drafted)
+    assert all(r["agreement"] for n, r in records_of(answers, {}).items() if n != PLAIN)
