@@ -256,6 +256,31 @@ def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
     return out.reshape(B, H, n, d)
 
 
+Slots = tuple[Tensor, Tensor, Tensor | None]
+"""Row and slot of every slot to write, and which of a row's new ones go there: None, all."""
+
+
+def row_slots(offsets: Sequence[int], count: int | Sequence[int], device: torch.device) -> Slots:
+    """Index `count` slots from offsets[b] on in each row b, or counts[b] of them.
+
+    Made once where the same slots of many buffers are written.
+    """
+    if isinstance(count, int):
+        rows = torch.arange(len(offsets), device=device)[:, None]
+        first = torch.tensor(offsets, device=device)[:, None]
+        return rows, first + torch.arange(count, device=device), None
+    at = [(b, o + j, j) for b, o in enumerate(offsets) for j in range(count[b])]
+    rows, slots, new = torch.tensor(at, dtype=torch.long, device=device).view(-1, 3).unbind(1)
+    return rows, slots, new
+
+
+def write_slots(buffer: Tensor, new: Tensor, at: Slots) -> None:
+    """Write (B, H, n, d) into (B, H, C, d) in place, at the slots that `row_slots` indexes."""
+    rows, slots, index = at
+    states = new.transpose(1, 2)
+    buffer.transpose(1, 2)[rows, slots] = states if index is None else states[rows, index]
+
+
 def write_rows(
     buffer: Tensor, new: Tensor, offsets: Sequence[int], counts: Sequence[int] | None = None
 ) -> None:
@@ -263,14 +288,14 @@ def write_rows(
 
     counts: how many of the n are written in each row; all by default. ValueError beyond slot C - 1.
     """
-    n = new.shape[2]
-    lengths = [n] * len(offsets) if counts is None else counts
+    lengths = [new.shape[2]] * len(offsets) if counts is None else counts
     last = max(o + c for o, c in zip(offsets, lengths, strict=True))
     if last > buffer.shape[2]:
         raise ValueError(f"key/value memory is full: {last} slots needed, {buffer.shape[2]} held")
-    if len(set(offsets)) == 1 and len(set(lengths)) == 1:
-        start, size = offsets[0], lengths[0]
+    start, size = offsets[0], lengths[0]
+    even = all(length == size for length in lengths)
+    if even and all(offset == start for offset in offsets):
         buffer[:, :, start : start + size] = new[:, :, :size]
-        return
-    for row, (start, size) in enumerate(zip(offsets, lengths, strict=True)):
-        buffer[row, :, start : start + size] = new[row, :, :size]
+    else:
+        at = row_slots(offsets, size if even else lengths, buffer.device)
+        write_slots(buffer, new[:, :, :size] if even else new, at)

@@ -9,8 +9,7 @@ Shapes: B batch, T positions, n tokens of one forward, D hidden width, V vocabul
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +21,17 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from drafthead.heads.contract import Contract, check_layers, describe, logit_transform
+from drafthead.inference.masks import UnsupportedTargetError, attention_of, visible
+from drafthead.inference.placement import execution_device, unwrapped
 from drafthead.inference.store import Store
 from drafthead.inference.tree import Tree, ancestors, rows_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-ATTENTION = ("sdpa", "eager")
-"""Attention implementations whose 4-D masks are known to be right."""
-
-
-class UnsupportedTargetError(ValueError):
-    """The model cannot be decoded without loss here; the message names why."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +45,24 @@ class Output:
 class Target:
     """A causal language model as the decoder sees it."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> None:
-        self.model = model.eval()
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """`model`: of transformers, or of PEFT around one, whose adapters then stay active.
+
+        Raises UnsupportedTargetError for one that cannot be decoded without loss.
+        """
+        self.model = unwrapped(model).eval()
         self.tokenizer = tokenizer
-        self.config = model.config.get_text_config()
+        self.config = self.model.config.get_text_config()
         self.vocab_size: int = self.config.vocab_size
         self.num_layers: int = self.config.num_hidden_layers
-        self._refuse_unsupported()
-        self._layers = _decoder_layers(model, self.num_layers)
+        self._attention = attention_of(self.model)
+        self._embedding: nn.Module = self.model.get_input_embeddings()
+        self._layers = _decoder_layers(self.model, self.num_layers)
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.model.device)
+        """Where tokens go in and logits come out, also of a model spread over several devices."""
+        return execution_device(self._embedding)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,31 +81,6 @@ class Target:
         if rope.get("rope_type") == "longrope":
             most = min(most, int(rope["original_max_position_embeddings"]))
         return most
-
-    def _refuse_unsupported(self) -> None:
-        name = self.config.model_type
-        attention = self.config._attn_implementation
-        if attention not in ATTENTION:
-            raise UnsupportedTargetError(
-                f"{name}: attention {attention!r} has no tree mask here; "
-                "load it with attn_implementation='sdpa'"
-            )
-        kinds = _attention_kinds(self.config)
-        if self.model._is_stateful and kinds == {"full_attention"}:
-            kinds = {"recurrent state"}
-        if kinds != {"full_attention"}:
-            other = ", ".join(sorted(kinds - {"full_attention"}))
-            raise UnsupportedTargetError(
-                f"{name}: {other} cannot be rolled back here; use a full-attention model"
-            )
-        if getattr(self.config, "alibi", False):
-            raise UnsupportedTargetError(
-                f"{name}: ALiBi counts slots, not a tree's positions; use another model"
-            )
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
-            raise UnsupportedTargetError(
-                f"{name}: its forward takes no position_ids, which a tree needs; use another model"
-            )
 
     def contract(
         self, layers: Sequence[int], template_kwargs: Mapping[str, Any] | None = None
@@ -141,11 +113,12 @@ class Target:
         tokens = torch.tensor([list(ids)], device=self.device)
         positions = torch.arange(len(ids), device=self.device)[None]
         with self._capture(layers) as captured:
+            # Without a mask the model makes its own, as for any prompt, and may skip a causal one.
             logits = self.model(
                 tokens, position_ids=positions, cache=store, use_cache=True, logits_to_keep=1
             ).logits
         store.commit([range(len(ids))])
-        return Output(logits, torch.cat(captured, dim=-1) if captured else None)
+        return Output(logits, self._features(captured))
 
     @torch.no_grad()
     def verify(
@@ -156,33 +129,50 @@ class Target:
         Follow with `store.commit`.
         """
         store.rows = slice(0, store.batch)
-        tokens, depths = (t.to(self.device) for t in rows_of(trees, roots))
-        store.check_room(tokens.shape[1])
-        offsets = torch.tensor(store.offsets, device=self.device)
+        device = self.device
+        tokens, depths = rows_of(trees, roots)
+        lengths = torch.tensor(store.offsets, device=device)
+        seen = visible(lengths, ancestors(trees).to(device), max(store.offsets) + tokens.shape[1])
         with self._capture(layers) as captured:
-            logits = self.model(
-                tokens,
-                attention_mask=self._mask(store.offsets, ancestors(trees)),
-                position_ids=offsets[:, None] + depths,
-                cache=store,
-                use_cache=True,
-            ).logits
-        return Output(logits, torch.cat(captured, dim=-1) if captured else None)
+            logits = self.run(store, tokens, lengths[:, None] + depths.to(device), seen)
+        return Output(logits, self._features(captured))
 
-    def _mask(self, offsets: Sequence[int], tree: Tensor) -> Tensor:
-        """(B, 1, n, S): a row's committed slots and its tree's ancestors.
+    @torch.no_grad()
+    def run(self, store: Store, tokens: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+        """One forward of (B, n) tokens at these positions; logits (B, n, V).
 
-        Bool for sdpa, additive for eager; the other kind is silently wrong in each.
+        seen: (B, n, S) bool, what each token may see of the S = max(store.offsets) + n slots, in
+        which row b's tokens follow its offset. Windows are put on top of it. At least one slot a
+        token, or it comes out NaN. Then commit, or add n to `store.drafted` to keep the slots.
+
+        A token whose keys or values are not finite has logits NaN and harms no other token.
         """
-        B, n, _ = tree.shape
-        mask = torch.zeros(B, 1, n, max(offsets) + n, dtype=torch.bool)
-        for row, offset in enumerate(offsets):
-            mask[row, :, :, :offset] = True
-            mask[row, :, :, offset : offset + n] = tree[row]
-        if self.config._attn_implementation == "eager":
-            additive = torch.zeros(mask.shape, dtype=self.dtype)
-            return additive.masked_fill_(~mask, torch.finfo(self.dtype).min).to(self.device)
-        return mask.to(self.device)
+        store.check_room(tokens.shape[1])
+        device = self.device
+        tokens, positions, seen = tokens.to(device), positions.to(device), seen.to(device)
+        keys = store.place(positions) if self._attention.window else None
+        dtype = self.dtype if self.config._attn_implementation == "eager" else None
+        mask = self._attention.masks(seen, positions, keys, dtype)
+
+        def forward() -> Tensor:
+            logits: Tensor = self.model(
+                tokens, attention_mask=mask, position_ids=positions, cache=store, use_cache=True
+            ).logits
+            return logits
+
+        logits = forward()
+        if logits[:, 0].amax().isfinite():  # NaN anywhere in a row's store would show here
+            return logits
+        with store.mending(tokens) as spoilt:
+            logits = forward()
+        return logits.masked_fill(spoilt[..., None], float("nan"))
+
+    def _features(self, captured: Mapping[int, Tensor]) -> Tensor | None:
+        """(B, n, L * D) of captured layers, on one device, or None if none were asked for."""
+        if not captured:
+            return None
+        device = self.device
+        return torch.cat([captured[layer].to(device) for layer in sorted(captured)], dim=-1)
 
     # Training
 
@@ -191,25 +181,29 @@ class Target:
         """Right-padded ids (B, T) → features (B, T, L * D) and the output rows' input (B, T, D)."""
         with self._capture(layers) as captured:
             last = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        return torch.cat(captured, dim=-1), last
+        features = self._features(captured)
+        return last[..., :0] if features is None else features, last
 
     @contextmanager
-    def _capture(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Collect the states of these layer ids, ascending, during one forward."""
-        captured: list[Tensor] = []
+    def _capture(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the states of these layer ids during one forward; the last one's, if repeated."""
+        captured: dict[int, Tensor] = {}
         if not layers:
             yield captured
             return
         check_layers(layers, self.num_layers)
 
-        def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
-            captured.append(output[0] if isinstance(output, tuple) else output)
+        def keeper(layer: int) -> Callable[[nn.Module, object, Any], None]:
+            def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
+                captured[layer] = output[0] if isinstance(output, tuple) else output
 
-        handles = [self._layers[layer - 1].register_forward_hook(keep) for layer in layers]
+            return keep
+
+        hooked = [self._layers[layer - 1].register_forward_hook(keeper(layer)) for layer in layers]
         try:
             yield captured
         finally:
-            for handle in handles:
+            for handle in hooked:
                 handle.remove()
 
 
@@ -223,18 +217,6 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
             f"{model.config.model_type}: no list of {count} decoder layers found"
         )
     return lists[0]
-
-
-def _attention_kinds(config: PreTrainedConfig) -> set[str]:
-    """Kinds of attention among the layers, as `layer_types` names them; also where it is absent."""
-    if kinds := getattr(config, "layer_types", None):  # a property in some configs
-        return set(kinds)
-    fields = config.to_dict()
-    window = fields.get("sliding_window")  # one window for every layer, as in Mistral
-    sliding = window is not None and window < fields.get("max_position_embeddings", 0)
-    if sliding or "local" in (fields.get("attention_layers") or ()):
-        return {"sliding_attention"}
-    return {"full_attention"}
 
 
 def serving_dtype() -> str:
@@ -251,7 +233,6 @@ def load_target(name: str | Path, dtype: str = "float32", revision: str | None =
             path,
             dtype=getattr(torch, dtype),
             revision=revision,
-            attn_implementation="sdpa",
             output_loading_info=True,
         )
         model, info = loaded

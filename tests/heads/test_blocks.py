@@ -165,6 +165,21 @@ def test_write_rows(offsets: list[int]) -> None:
         assert buffer[row, 0, :, 0].equal(expected)
 
 
+@pytest.mark.parametrize("counts", [None, [3, 3, 3], [2, 2, 2], [1, 3, 0]])
+@pytest.mark.parametrize("offsets", [[4, 4, 4], [0, 7, 3]])
+def test_write_rows_writes_what_a_loop_over_slots_writes(
+    offsets: list[int], counts: list[int] | None
+) -> None:
+    torch.manual_seed(0)
+    buffer, new = torch.randn(3, 2, 10, 4), torch.randn(3, 3, 2, 4).transpose(1, 2)
+    expected = buffer.clone()
+    for row, offset in enumerate(offsets):
+        for slot in range(3 if counts is None else counts[row]):
+            expected[row, :, offset + slot] = new[row, :, slot]
+    write_rows(buffer, new, offsets, counts)
+    assert torch.equal(buffer, expected)
+
+
 def test_write_rows_by_counts() -> None:
     buffer = torch.zeros(2, 1, 4, 1)
     write_rows(buffer, torch.ones(2, 1, 3, 1), [2, 0], [2, 0])  # the padding would not fit

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from drafts import Oracle, ids_of, own_greedy, prompt_of
+from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from tiny import tiny_target, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
     CohereConfig,
@@ -19,26 +22,34 @@ from transformers import (
     FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
+from drafthead.inference.masks import UnsupportedTargetError
 from drafthead.inference.sampling import Sampler
-from drafthead.inference.target import Target, UnsupportedTargetError, load_target
+from drafthead.inference.target import Target, load_target
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -177,21 +188,23 @@ def test_f17_states_are_the_same_alone_in_a_batch_in_any_order_and_twice(target3
             lambda: MambaForCausalLM(
                 MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
             ),
-            "mamba: linear_attention cannot be rolled back here; use a full-attention model",
+            "mamba: linear_attention cannot be rolled back here; "
+            "use a model of full or sliding-window attention",
         ),
         (
-            lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)),
-            "mistral: sliding_attention cannot be rolled back here",
+            lambda: Llama4ForCausalLM(
+                Llama4TextConfig(
+                    **SMALL, head_dim=16, intermediate_size_mlp=64, num_local_experts=2
+                )
+            ),
+            "llama4_text: chunked_attention cannot be rolled back here",
         ),
         (
-            lambda: MixtralForCausalLM(MixtralConfig(**SMALL, sliding_window=16)),
-            "mixtral: sliding_attention cannot be rolled back here",
+            lambda: Qwen3NextForCausalLM(
+                Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"])
+            ),
+            "qwen3_next: linear_attention cannot be rolled back here",
         ),
-        (
-            lambda: Phi3ForCausalLM(Phi3Config(**SMALL, sliding_window=16)),
-            "phi3: sliding_attention cannot be rolled back here",
-        ),
-        (gemma, "gemma2: sliding_attention cannot be rolled back here"),
         (
             lambda: GPTNeoForCausalLM(
                 GPTNeoConfig(
@@ -202,7 +215,31 @@ def test_f17_states_are_the_same_alone_in_a_batch_in_any_order_and_twice(target3
                     attention_types=[[["global", "local"], 1]],
                 )
             ),
-            "gpt_neo: sliding_attention cannot be rolled back here",
+            "gpt_neo: local_attention cannot be rolled back here",
+        ),
+        (
+            lambda: Gemma3ForCausalLM(
+                Gemma3TextConfig(**SMALL, head_dim=16, use_bidirectional_attention=True)
+            ),
+            "gemma3_text: its attention looks ahead",
+        ),
+        (
+            lambda: BertLMHeadModel(BertConfig(**SMALL)),
+            "bert: its attention looks ahead",
+        ),
+        (
+            lambda: gemma(sliding_window=None),
+            "gemma2: sliding_window is None, which its layers use in no known way",
+        ),
+        (
+            lambda: LlamaForCausalLM(LlamaConfig(**SMALL, sliding_window=16)),
+            "llama: sliding_window is 16, which its layers use in no known way",
+        ),
+        (
+            lambda: OpenAIGPTLMHeadModel(
+                OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2)
+            ),
+            "openai-gpt: its forward takes no cache, which a tree needs",
         ),
         (
             lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2)),
@@ -213,11 +250,21 @@ def test_f17_states_are_the_same_alone_in_a_batch_in_any_order_and_twice(target3
             "falcon: ALiBi counts slots",
         ),
     ],
-    ids=["mamba", "mistral", "mixtral", "phi3", "gemma2", "gpt-neo", "bloom", "falcon"],
+    ids=[
+        "mamba",
+        "llama4",
+        "qwen3-next",
+        "gpt-neo",
+        "gemma3 two ways",
+        "bert",
+        "gemma2 no window",
+        "llama window",
+        "openai-gpt",
+        "bloom",
+        "falcon",
+    ],
 )
-def test_f42_f43_targets_that_would_decode_wrongly_are_refused_by_name(
-    make: Any, message: str
-) -> None:
+def test_f43_targets_that_would_decode_wrongly_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(UnsupportedTargetError, match=message) as caught:
         Target(make())
     assert "\n" not in str(caught.value)
@@ -253,8 +300,16 @@ def test_absolute_positions_are_a_full_attention_target() -> None:
 def test_f43_refusal_comes_from_speculate_too_before_generating() -> None:
     from drafthead.inference.speculate import speculate
 
-    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16))
-    with pytest.raises(UnsupportedTargetError, match="mistral: sliding_attention"):
+    model = GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
+        )
+    )
+    with pytest.raises(UnsupportedTargetError, match="gpt_neo: local_attention"):
         model.generate(torch.tensor([[4, 5]]), max_new_tokens=4, custom_generate=speculate(None))
 
 
@@ -280,6 +335,17 @@ def test_a_saved_target_loads_in_the_dtype_asked_for(tmp_path: Any) -> None:
     assert target.tokenizer is not None
     original = Target(model, tiny_tokenizer())
     assert target.contract([1]).fingerprint == original.contract([1]).fingerprint
+
+
+def test_a_saved_target_gets_an_attention_that_its_family_has(tmp_path: Any) -> None:
+    """Gemma 2 has no sdpa, for its soft cap."""
+    FAMILIES["gemma2"]().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    target = load_target(tmp_path)
+    assert target.config._attn_implementation == "eager"
+    prompt = prompt_of(20)
+    text = own_greedy(target, prompt, 8)
+    assert ids_of(target, [prompt], Sampler(), Oracle([text]), 8) == [text]
 
 
 def test_f66_a_target_that_lacks_a_tensor_is_refused(tmp_path: Any) -> None:
