@@ -3,77 +3,44 @@
 It applies the rules of `verify` to the rows a verify pass gives, and tells drafters how to rank
 their candidates. It knows neither model nor head.
 
-Shapes: n rows of a verify pass, m draft nodes, V vocabulary, Vd draft vocabulary.
+Shapes: B rows of a batch, n rows of a verify pass, m draft nodes, V vocabulary, Vd draft
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
+from drafthead.inference.history import History
 from drafthead.inference.noise import Noise, Purpose
 from drafthead.inference.tree import Tree
-from drafthead.inference.verify import RULES, choose, reject_chain, walk
+from drafthead.inference.verify import RULES, block, choose, drawn, reject, typical, walk
+from drafthead.inference.warps import UnsupportedSamplingError, Warps
 
-HISTORY_FREE = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
-"""Processors that look at the scores only, so every node of a tree may use them as they are."""
+AT_ONCE = 2**16
+"""Up to so many logits, one pass over all of them is quicker than one over each node reached."""
 
+LEAST = 1e-30
+"""Draft probabilities below this one count as 0, so that what is left of a law never underflows."""
 
-class UnsupportedSamplingError(ValueError):
-    """A sampling setting cannot be honoured while drafting; the message names it."""
+Verdict = tuple[list[int], int]
+"""The drafted nodes that are kept, and the token that the target adds."""
 
 
-class Warps:
-    """The logits processors of a run, in order; applied to target and draft alike."""
+class NotFiniteError(FloatingPointError):
+    """The target's logits behind these nodes, none meaning the root, are not finite."""
 
-    def __init__(self, processors: Iterable[LogitsProcessor] = ()) -> None:
-        self._processors = list(processors)
-        for processor in self._processors:
-            # Exact types: a subclass may look at the history.
-            if type(processor) not in HISTORY_FREE:
-                raise UnsupportedSamplingError(
-                    f"{type(processor).__name__} cannot be honoured while drafting yet: leave it "
-                    "out, or generate without custom_generate"
-                )
-
-    @classmethod
-    def of(cls, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Warps:
-        """The usual three, in transformers' order; 0 and 1.0 switch the truncations off."""
-        made: list[LogitsProcessor] = []
-        if temperature != 1.0:
-            made.append(TemperatureLogitsWarper(temperature))
-        if top_k > 0:
-            made.append(TopKLogitsWarper(top_k))
-        if top_p < 1.0:
-            made.append(TopPLogitsWarper(top_p))
-        return cls(made)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """(m, V) raw logits → (m, V) warped, in at least fp32."""
-        scores = logits if logits.dtype == torch.float64 else logits.float()
-        for processor in self._processors:
-            scores = processor(None, scores)
-        return scores
+    def __init__(self, path: Sequence[int]) -> None:
+        super().__init__(
+            "the target's logits are not finite at a committed token: "
+            "load it in bfloat16 or float32"
+        )
+        self.path = list(path)
 
 
 class Sampler:
@@ -87,9 +54,17 @@ class Sampler:
         warps: Warps | None = None,
         noise: Sequence[Noise] | None = None,
         rule: str = "coupled",
+        lossy: bool = False,
     ) -> None:
+        """`rule`: of `verify.RULES`; one that is not exact needs `lossy` as well."""
         if rule not in RULES:
             raise UnsupportedSamplingError(f"rule {rule!r}: choose one of {', '.join(RULES)}")
+        if not (RULES[rule].exact or lossy):
+            exact = ", ".join(name for name, other in RULES.items() if other.exact)
+            raise UnsupportedSamplingError(
+                f"rule {rule!r} changes the target's distribution: allow it with lossy=True, or "
+                f"choose one of {exact}"
+            )
         self.warps = warps or Warps()
         self.noise = None if noise is None else list(noise)
         self.rule = rule
@@ -100,71 +75,148 @@ class Sampler:
 
     @property
     def needs_proposals(self) -> bool:
-        """Whether drafts must carry the law they were drawn from (ratio rules)."""
-        return self.rule == "rejection" and not self.greedy
+        """Whether drafts must be draws, and carry the law they were drawn from (ratio rules)."""
+        return RULES[self.rule].needs_proposals and not self.greedy
 
-    def accept(self, row: int, tree: Tree, logits: Tensor, position: int) -> tuple[list[int], int]:
+    @property
+    def _plain(self) -> bool:
+        """Whether the target's choice is the argmax of its logits as they are."""
+        return self.greedy and RULES[self.rule].exact and not self.warps
+
+    def decide(
+        self, histories: Mapping[int, History], trees: Sequence[Tree], logits: Tensor
+    ) -> dict[int, Verdict]:
+        """Accept for these rows of a verify pass's logits (B, n, V); see `accept`.
+
+        Raises NotFiniteError, before anything is decided for any row, where a root's logits are not
+        finite.
+        """
+        if self._plain and (logits.device.type != "cpu" or logits.numel() <= AT_ONCE):
+            best = logits.max(-1)
+            tops, choices = best.values.tolist(), best.indices.tolist()
+            return {row: _walk_settled(trees[row], tops[row], choices[row]) for row in histories}
+        return {
+            row: self.accept(row, trees[row], logits[row], history)
+            for row, history in histories.items()
+        }
+
+    def accept(self, row: int, tree: Tree, logits: Tensor, history: History) -> Verdict:
         """Nodes kept and the token added, from a row's verify logits (n, V).
 
-        `position` is that of the token after the root.
+        `history` ends with the root.
         """
-        if self.needs_proposals:
-            return self._accept_by_ratio(row, tree, logits, position)
+        try:
+            return self._accepted(row, tree, logits, history)
+        except NotFiniteError as error:
+            known = len(error.path)
+            if RULES[self.rule].chains_only and known < len(tree):
+                # Block verification looks at all laws at once: it may have those before this one.
+                return self.accept(row, tree.only(range(known)), logits, history)
+            return _retreat(tree, error)
 
-        def choice_after(node: int, depth: int) -> int:
-            scores = self.warps(_finite(logits[node + 1])[None])[0]
-            noise = None if self.noise is None else self.noise[row].gumbel(position + depth)
-            return choose(scores, noise)
+    def _accepted(self, row: int, tree: Tree, logits: Tensor, history: History) -> Verdict:
+        noise, position = None if self.noise is None else self.noise[row], len(history)
 
-        return walk(tree.tokens, tree.parents, choice_after)
+        def scores_after(path: Sequence[int]) -> Tensor:
+            """(V,) the target's warped logits after the nodes of a path; none of them: the root."""
+            at = logits[path[-1] + 1 if path else 0]
+            _check_finite(float(at.amax()), path)  # NaN spreads through a maximum
+            return self.warps(at[None], history, [tree.tokens[node] for node in path])[0]
 
-    def _accept_by_ratio(
-        self, row: int, tree: Tree, logits: Tensor, position: int
-    ) -> tuple[list[int], int]:
-        assert self.noise is not None
-        if not tree.is_chain:
-            raise UnsupportedSamplingError(
-                f"rule {self.rule!r} verifies chains only: use a chain or rule='coupled'"
+        def law_after(path: Sequence[int]) -> Tensor:
+            return scores_after(path).softmax(-1)
+
+        def choice_after(path: Sequence[int]) -> int:
+            if self._plain:
+                top, token = logits[path[-1] + 1 if path else 0].max(-1)
+                _check_finite(float(top), path)
+                return int(token)
+            return choose(
+                scores_after(path), None if noise is None else noise.gumbel(position + len(path))
             )
-        noise = self.noise[row]
-        kept, token = reject_chain(
-            tree.tokens,
-            tree.proposals,
-            lambda k: self.warps(_finite(logits[k])[None])[0].softmax(-1),
-            lambda k: noise.uniform(position + k),
-            lambda k: noise.gumbel(position + k, Purpose.RECOVER),
-        )
-        return list(range(kept)), token
+
+        if not RULES[self.rule].exact:
+            return typical(tree, law_after, choice_after)
+        if noise is None or not self.needs_proposals:
+            return walk(tree.tokens, tree.parents, choice_after)
+        if RULES[self.rule].chains_only and not tree.is_chain:
+            raise UnsupportedSamplingError(
+                f"rule {self.rule!r} verifies chains only: use a chain, or rule='rejection'"
+            )
+        rule = block if self.rule == "block" else reject
+        return rule(tree, law_after, _Keyed(noise, position))
 
     def draft_scores(
         self, row: int, logits: Tensor, draft_ids: Tensor, position: int
     ) -> tuple[Tensor, Tensor | None]:
         """Rank candidates for one position: scores (m, Vd), and the laws q (m, Vd) if needed.
 
-        Scores are log q up to a constant (greedy), plus the noise that the target will use
-        (coupled), or plus noise of the draft's own stream (ratio rules), where the best-scored
-        candidate is then a draw from q.
+        Scores are log q up to a constant (greedy, typical), plus the noise that the target will use
+        (coupled), or plus noise of the draft's own stream (ratio rules): then the n best-scored
+        candidates, in that order, are n draws from q without replacement (arXiv 1903.06059). Nodes
+        of one position share their noise: a ratio rule goes down one branch only, so the others'
+        draws never meet it. A score of -inf is no candidate.
         """
-        if self.noise is None:
+        if self.noise is None or not RULES[self.rule].exact:
             return logits.float(), None
-        if self.needs_proposals:  # a head whose logits are not finite has no law to draw from
-            logits = logits.nan_to_num(nan=0.0, posinf=1e4, neginf=-1e4)
-        scores = self.warps(logits)
-        purpose = Purpose.DRAFT if self.needs_proposals else Purpose.COUPLED
-        noisy = scores + self.noise[row].gumbel(position, purpose)[draft_ids]
-        return noisy, scores.softmax(-1) if self.needs_proposals else None
+        if not self.needs_proposals:
+            scores = self.warps.history_free(logits)
+            return scores + self.noise[row].gumbel(position)[draft_ids], None
+        # A head whose logits are not finite has no law to draw from.
+        logits = logits.nan_to_num(nan=0.0, posinf=1e4, neginf=-1e4)
+        scores = self.warps.history_free(logits)
+        law = scores.softmax(-1)
+        rare = law < LEAST
+        noise = self.noise[row].gumbel(position, Purpose.DRAFT)[draft_ids]
+        return (scores + noise).masked_fill(rare, -torch.inf), law.masked_fill(rare, 0)
 
     def forget(self, row: int, position: int) -> None:
-        """Drop noise of positions that are decided."""
+        """Everything before this position is decided: a fresh round begins there."""
         if self.noise is not None:
             self.noise[row].forget(position)
 
 
-def _finite(logits: Tensor) -> Tensor:
-    """Pass on the row that decides a committed token; not finite is an error, never token 0."""
-    if not logits.amax().isfinite():  # NaN spreads through amax
-        raise FloatingPointError(
-            "the target's logits are not finite at a committed token: "
-            "load it in bfloat16 or float32"
-        )
-    return logits
+@dataclass(frozen=True)
+class _Keyed:
+    """The chance of a round whose first token is at `position`, from the row's keyed noise."""
+
+    noise: Noise
+    position: int
+
+    def accept(self, probability: float, depth: int, sibling: int = 0) -> bool:
+        # Strictly below: an impossible token is never kept, a sure one always.
+        return self.noise.uniform(self.position + depth, Purpose.ACCEPT, sibling) < probability
+
+    def draw(self, law: Tensor, depth: int) -> int:
+        return drawn(law, self.noise.uniform(self.position + depth, Purpose.RECOVER))
+
+
+def _walk_settled(tree: Tree, tops: Sequence[float], choices: Sequence[int]) -> Verdict:
+    """Greedy verification where the best logit and its token (n,) are known for every node."""
+
+    def choice_after(path: Sequence[int]) -> int:
+        at = path[-1] + 1 if path else 0
+        _check_finite(tops[at], path)
+        return choices[at]
+
+    try:
+        return walk(tree.tokens, tree.parents, choice_after)
+    except NotFiniteError as error:
+        return _retreat(tree, error)
+
+
+def _check_finite(top: float, path: Sequence[int]) -> None:
+    """Not finite is an error, never token 0."""
+    if not math.isfinite(top):
+        raise NotFiniteError(path)
+
+
+def _retreat(tree: Tree, error: NotFiniteError) -> Verdict:
+    """The same tokens with the last kept node as the token added, so that it is the next root.
+
+    A node that was kept and whose own logits are not finite says nothing about what follows; run
+    alone it may (an overflow in a batch), and if not, that is an error then. Raises it at a root.
+    """
+    if not error.path:
+        raise error
+    return error.path[:-1], tree.tokens[error.path[-1]]

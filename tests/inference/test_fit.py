@@ -43,8 +43,18 @@ def joint_law(model: LlamaForCausalLM, prompt: list[int]) -> Tensor:
     return (steps[0] * steps[1] * steps[2]).view(8, 8, 8)
 
 
-@pytest.mark.parametrize(("rule", "runs"), [("rejection", 4000), ("coupled", 1000)])
-def test_f50_joint_law_of_successive_tokens_through_the_real_path(rule: str, runs: int) -> None:
+@pytest.mark.parametrize(
+    ("rule", "tree", "runs"),
+    [
+        ("coupled", "chain:2", 1000),
+        ("rejection", "chain:2", 4000),
+        ("rejection", "static:0,1,0.0,0.1", 4000),
+        ("block", "chain:2", 4000),
+    ],
+)
+def test_f50_joint_law_of_successive_tokens_through_the_real_path(
+    rule: str, tree: str, runs: int
+) -> None:
     """A head's drafts, sampled at T = 1: chi-square of tokens (1, 2) and (2, 3) jointly.
 
     Token 1 is the prefill's, 2 and 3 come from rounds (drafted, recovered or bonus).
@@ -62,7 +72,7 @@ def test_f50_joint_law_of_successive_tokens_through_the_real_path(rule: str, run
             num_return_sequences=1000,
             pad_token_id=0,
             custom_generate=speculate(
-                head, tree="chain:2", rule=rule, seed=1, streams=range(start, start + 1000)
+                head, tree=tree, rule=rule, seed=1, streams=range(start, start + 1000)
             ),
         )
         drawn.append(out[:, 2:5])

@@ -53,13 +53,30 @@ def test_order_of_asking_and_forgetting_do_not_matter() -> None:
     assert torch.equal(forward.gumbel(3), ahead[3])
 
 
-def test_forget_drops_earlier_positions_only() -> None:
+def test_forget_drops_what_is_decided_and_what_looked_ahead() -> None:
     noise = Noise(3, 1, 20)
     for position in range(5):
         noise.gumbel(position)
         noise.gumbel(position, Purpose.DRAFT)
     noise.forget(3)
-    assert {position for position, _ in noise._rows} == {3, 4}
+    assert set(noise._rows) == {(3, Purpose.COUPLED), (4, Purpose.COUPLED)}
+
+
+@pytest.mark.parametrize("rounds", [(0, 3), (3, 4)])
+def test_streams_that_look_ahead_are_fresh_in_every_round(rounds: tuple[int, int]) -> None:
+    """And depend on nothing else: two rows that decided as much draw the same."""
+    first, second = Noise(3, 1, 20), Noise(3, 1, 20)
+    seen = []
+    for decided in rounds:
+        first.forget(decided)
+        seen.append((first.gumbel(7, Purpose.DRAFT), first.uniform(7), first.gumbel(7)))
+    assert not (seen[0][0] == seen[1][0]).any()
+    assert seen[0][1] != seen[1][1]
+    assert torch.equal(seen[0][2], seen[1][2]), "what decides a text does not depend on its rounds"
+    second.forget(rounds[1])
+    assert torch.equal(second.gumbel(7, Purpose.DRAFT), seen[1][0])
+    assert second.uniform(7) == seen[1][1]
+    assert first.uniform(9, Purpose.RECOVER) == Noise(3, 1, 20).uniform(9, Purpose.RECOVER)
 
 
 def test_a_larger_vocabulary_begins_with_the_same_numbers() -> None:
@@ -85,7 +102,7 @@ def test_noise_has_the_mean_and_variance_of_a_gumbel() -> None:
     assert 20 < int((rows > 9).sum()) < 85
 
 
-@pytest.mark.parametrize("purpose", [Purpose.COUPLED, Purpose.DRAFT, Purpose.RECOVER])
+@pytest.mark.parametrize("purpose", [Purpose.COUPLED, Purpose.DRAFT])
 def test_argmax_of_law_and_noise_is_a_draw_from_the_law(purpose: Purpose) -> None:
     """Over positions of one stream, then over streams at one position."""
     runs = 4000
@@ -118,11 +135,36 @@ def test_the_ends_of_the_uniform_give_finite_noise(
     assert row[0] == pytest.approx(-3.604, abs=1e-3) if lowest > 0.5 else row[0] > 37
 
 
-def test_accept_numbers_are_uniform_below_one() -> None:
-    numbers = torch.tensor([Noise(6, 0, 4).uniform(p) for p in range(5000)], dtype=torch.float64)
+@pytest.mark.parametrize("purpose", [Purpose.ACCEPT, Purpose.RECOVER])
+@pytest.mark.parametrize("index", [0, 2])
+def test_numbers_are_uniform_below_one(purpose: Purpose, index: int) -> None:
+    noise = Noise(6, 0, 4)
+    found = [noise.uniform(p, purpose, index) for p in range(5000)]
+    numbers = torch.tensor(found, dtype=torch.float64)
     assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = torch.histc(numbers, bins=10, min=0, max=1)
     assert p_value(counts, torch.full((10,), 500.0)) > 1e-3
     # 53 bits: a coarser generator would repeat itself.
     assert len(numbers.unique()) == 5000
+
+
+def test_every_number_of_a_round_is_another() -> None:
+    """By purpose, position and sibling; the accept number of one is not the recovery of another."""
+    noise = Noise(6, 0, 4)
+    numbers = [
+        noise.uniform(position, purpose, index)
+        for position in range(20)
+        for purpose in (Purpose.ACCEPT, Purpose.RECOVER)
+        for index in range(10)
+    ]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_numbers_of_siblings_are_independent() -> None:
+    pairs = torch.tensor(
+        [[Noise(8, s, 4).uniform(3, index=i) for i in (0, 1)] for s in range(4000)]
+    )
+    cells = (pairs * 5).long()
+    counts = torch.bincount(5 * cells[:, 0] + cells[:, 1], minlength=25)
+    assert p_value(counts, torch.full((25,), 160.0)) > 1e-3

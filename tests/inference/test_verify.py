@@ -1,335 +1,43 @@
-"""Acceptance rules, proved by exact enumeration on a vocabulary of four: no sampling error.
-
-The enumeration goes through `accept_probability` and `residual`; `reject_chain` is shown to take
-exactly those decisions. Known mistakes, put in on purpose, must be seen.
-"""
+"""The pieces of the acceptance rules, by hand and at their edges; `test_rules` enumerates them."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from enumeration import (
+    Fork,
+    Rule,
+    Table,
+    Text,
+    table,
+)
 from torch import Tensor
 
-from drafthead.inference.noise import Noise
-from drafthead.inference.sampling import Sampler, UnsupportedSamplingError
-from drafthead.inference.tree import Tree
-from drafthead.inference.verify import accept_probability, reject_chain, residual
-
-V = 4
-STEPS = 3
-Prefix = tuple[int, ...]
-Law = dict[Prefix, float]
-Table = Callable[[Prefix], Tensor]
-Draft = tuple[float, list[int], Tensor | None]
-"""Its probability, its tokens, and the laws they were drawn from."""
-Drafts = Callable[[Prefix, int], Iterator[Draft]]
-Accept = Callable[[Tensor, Tensor, int], float]
-Recover = Callable[[Tensor, Tensor], Tensor]
-
-
-def table(seed: int, sharpness: float, zeros: bool = False) -> Table:
-    """A law (V,) for every prefix, all different."""
-    known: dict[Prefix, Tensor] = {}
-
-    def law(prefix: Prefix) -> Tensor:
-        if prefix not in known:
-            key = seed + sum((t + 1) * 11 ** (i + 1) for i, t in enumerate(prefix))
-            generator = torch.Generator().manual_seed(key)
-            logits = sharpness * torch.randn(V, generator=generator, dtype=torch.float64)
-            if zeros:  # as top-k leaves it
-                logits[logits.argmin()] = -math.inf
-            known[prefix] = logits.softmax(-1)
-        return known[prefix]
-
-    return law
-
-
-def certain(token: int) -> Tensor:
-    law = torch.zeros(V, dtype=torch.float64)
-    law[token] = 1
-    return law
-
-
-# Drafts
-
-
-def sampled(q: Table) -> Drafts:
-    """Each token is drawn from q given those before it."""
-
-    def drafts(prefix: Prefix, length: int) -> Iterator[Draft]:
-        for tokens in itertools.product(range(V), repeat=length):
-            laws = [q(prefix + tokens[:k]) for k in range(length)]
-            chance = math.prod(float(law[t]) for law, t in zip(laws, tokens, strict=True))
-            if chance > 0:
-                yield chance, list(tokens), torch.stack(laws)
-
-    return drafts
-
-
-def guessed(q: Table, soft: bool) -> Drafts:
-    """The most likely tokens, always; `soft` claims that they were drawn from q."""
-
-    def drafts(prefix: Prefix, length: int) -> Iterator[Draft]:
-        tokens: Prefix = ()
-        laws = []
-        for _ in range(length):
-            laws.append(q(prefix + tokens))
-            tokens += (int(laws[-1].argmax()),)
-        yield 1.0, list(tokens), torch.stack(laws) if soft else None
-
-    return drafts
-
-
-def stopping(q: Table, least: float, drop: bool) -> Drafts:
-    """Stop at the first token of a probability below `least`: after it, or without it (`drop`)."""
-
-    def drafts(prefix: Prefix, length: int) -> Iterator[Draft]:
-        merged: dict[Prefix, float] = defaultdict(float)
-        for chance, tokens, laws in sampled(q)(prefix, length):
-            assert laws is not None
-            low = [k for k, t in enumerate(tokens) if laws[k, t] < least]
-            end = length if not low else low[0] + (not drop)
-            merged[tuple(tokens[:end])] += chance
-        for kept, chance in merged.items():
-            laws = torch.stack([q(prefix + kept[:k]) for k in range(len(kept))] or [certain(0)])
-            yield chance, list(kept), laws[: len(kept)]
-
-    return drafts
-
-
-# One round and the joint law of three tokens
-
-
-def verdicts(
-    prefix: Prefix,
-    tokens: Sequence[int],
-    proposals: Tensor | None,
-    p: Table,
-    accept: Accept = accept_probability,
-    recover: Recover = residual,
-) -> Iterator[tuple[float, int, int]]:
-    """All outcomes of a round: probability, tokens kept, token added."""
-    reached = 1.0
-    for k, token in enumerate(tokens):
-        law = p(prefix + tuple(tokens[:k]))
-        q = certain(token) if proposals is None else proposals[k]
-        chance = accept(law, q, token)
-        if chance < 1:
-            for added, share in enumerate(recover(law, q).tolist()):
-                yield reached * (1 - chance) * share, k, added
-        reached *= chance
-    for added, share in enumerate(p(prefix + tuple(tokens)).tolist()):
-        yield reached * share, len(tokens), added
-
-
-def joint(
-    drafts: Drafts,
-    p: Table,
-    length: int,
-    accept: Accept = accept_probability,
-    recover: Recover = residual,
-) -> Law:
-    """Law of the first STEPS tokens emitted, by as many rounds as it takes."""
-    laws: Law = defaultdict(float)
-    laws[()] = 1.0
-    for done in range(STEPS):  # every way to a prefix is known before rounds begin there
-        for prefix in [x for x in laws if len(x) == done]:
-            before = laws.pop(prefix)
-            for share, tokens, proposals in drafts(prefix, length):
-                for event, kept, added in verdicts(prefix, tokens, proposals, p, accept, recover):
-                    if event > 0:
-                        emitted = (*prefix, *tokens[:kept], added)
-                        laws[emitted[:STEPS]] += before * share * event
-    return laws
-
-
-def plain(p: Table) -> Law:
-    return {
-        tokens: math.prod(float(p(tokens[:k])[tokens[k]]) for k in range(STEPS))
-        for tokens in itertools.product(range(V), repeat=STEPS)
-    }
-
-
-def distance(ours: Law, theirs: Law) -> float:
-    """Total variation."""
-    return sum(abs(ours.get(x, 0.0) - theirs.get(x, 0.0)) for x in {*ours, *theirs}) / 2
-
-
-P, Q = table(1, 1.3), table(2, 1.3)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("p", "q"),
-    [
-        (P, Q),
-        (table(3, 3.0), table(4, 0.3)),
-        (table(5, 1.0, zeros=True), table(6, 1.0)),
-        (table(7, 1.0), table(8, 1.0, zeros=True)),
-        (P, P),
-    ],
-    ids=["unlike", "sharp and flat", "target truncated", "draft truncated", "equal"],
+from drafthead.inference.tree import Tree, chain
+from drafthead.inference.verify import (
+    RULES,
+    accept_probability,
+    block,
+    drawn,
+    reject,
+    residual,
+    typical,
+    typical_threshold,
+    without,
 )
-def test_f50_rejection_gives_the_targets_joint_law(p: Table, q: Table, length: int) -> None:
-    law = joint(sampled(q), p, length)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-    assert distance(law, plain(p)) < 1e-10
+
+V = 3
+P, Q = table(V, 1), table(V, 2)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_f50_a_fixed_guess_gives_the_targets_joint_law(length: int) -> None:
-    """A draft that is a function of the text: kept with p(x), and not drawn again if refused."""
-    assert distance(joint(guessed(Q, soft=False), P, length), plain(P)) < 1e-10
+def probabilities(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("least", [0.2, 0.4])
-def test_f50_stopping_after_an_unlikely_token_is_harmless(least: float) -> None:
-    assert distance(joint(stopping(Q, least, drop=False), P, 2), plain(P)) < 1e-10
-
-
-# `reject_chain` takes these decisions
-
-
-@pytest.mark.parametrize("fixed", [False, True], ids=["drawn", "fixed guess"])
-def test_reject_chain_takes_exactly_the_enumerated_decisions(fixed: bool) -> None:
-    """Every branch is driven by the callables, both sides of each threshold and each added token.
-
-    The threshold of the accept number is accept_probability itself (strictly below accepts); the
-    added token is the argmax of log law + noise, which draws it from that law.
-    """
-    prefix = (2,)
-    drafts = guessed(Q, soft=False) if fixed else sampled(Q)
-    events: set[tuple[Prefix, int, int]] = set()
-    driven: set[tuple[Prefix, int, int]] = set()
-    for _, tokens, proposals in drafts(prefix, 2):
-        for chance, kept, added in verdicts(prefix, tokens, proposals, P):
-            if chance > 0:
-                events.add((tuple(tokens), kept, added))
-        laws = [certain(t) for t in tokens] if proposals is None else list(proposals)
-        limits = [
-            accept_probability(P(prefix + tuple(tokens[:k])), laws[k], tokens[k]) for k in (0, 1)
-        ]
-        for u0, u1 in itertools.product(*[(0.0, math.nextafter(a, 0), a) for a in limits]):
-            kept = 0 if u0 >= limits[0] else 1 if u1 >= limits[1] else 2
-            if max(u0, u1) >= 1:
-                continue  # the accept number is below 1: a sure token is never refused
-            for wanted in range(V):
-                asked: list[int] = []
-
-                def gumbel(k: int, wanted: int = wanted, asked: list[int] = asked) -> Tensor:
-                    asked.append(k)
-                    return 1e3 * certain(wanted)
-
-                ours, token = reject_chain(
-                    tokens,
-                    proposals,
-                    lambda k, tokens=tokens: P(prefix + tuple(tokens[:k])),  # type: ignore[misc]
-                    lambda k, pair=(u0, u1): pair[k],  # type: ignore[misc]
-                    gumbel,
-                )
-                assert ours == kept
-                assert asked == [kept], "noise of the depth where the token is added, and no other"
-                if (tuple(tokens), kept, wanted) in events:
-                    assert token == wanted
-                driven.add((tuple(tokens), ours, token))
-    assert driven == events
-
-
-def test_a_token_the_target_cannot_emit_is_never_kept() -> None:
-    p = torch.tensor([0.0, 0.6, 0.4, 0.0])
-    q = torch.tensor([[0.7, 0.1, 0.1, 0.1]])
-    kept, token = reject_chain([0], q, lambda k: p, lambda k: 0.0, lambda k: torch.zeros(V))
-    assert (kept, token) == (0, 1)
-
-
-def test_the_ratio_rule_refuses_a_tree() -> None:
-    """A tree is not a chain with more tokens: siblings would be taken for successors."""
-    logits = torch.zeros(3, V)
-    sampler = Sampler(noise=[Noise(0, 0, V)], rule="rejection")
-    with pytest.raises(UnsupportedSamplingError, match="'rejection' verifies chains only"):
-        sampler.accept(0, Tree([1, 2], [-1, -1]), logits, 4)
-
-
-# Negative controls: the enumeration sees each of these
-
-
-def test_control_soft_q_on_a_fixed_guess_is_seen() -> None:
-    assert distance(joint(guessed(Q, soft=True), P, 2), plain(P)) > 0.05
-
-
-def test_control_residual_without_renormalising_is_seen() -> None:
-    law = joint(sampled(Q), P, 2, recover=lambda p, q: (p - q).clamp_min(0))
-    assert distance(law, plain(P)) > 0.05
-
-
-def test_control_target_law_in_place_of_the_residual_is_seen() -> None:
-    assert distance(joint(sampled(Q), P, 2, recover=lambda p, q: p), plain(P)) > 0.05
-
-
-def test_control_lenience_is_seen() -> None:
-    law = joint(sampled(Q), P, 2, accept=lambda p, q, x: min(1, 1.5 * float(p[x] / q[x])))
-    assert distance(law, plain(P)) > 0.01
-
-
-def test_control_dropping_unlikely_sampled_tokens_is_seen() -> None:
-    assert distance(joint(stopping(Q, 0.2, drop=True), P, 2), plain(P)) > 0.02
-    assert distance(joint(stopping(Q, 0.4, drop=True), P, 2), plain(P)) > 0.05
-
-
-def test_control_one_number_for_draft_and_accept_is_seen() -> None:
-    """One step: x by inverse transform of u, accepted iff the same u < p(x) / q(x); u is uniform.
-
-    The measure of each event is the length of an interval, so this too is exact.
-    """
-    p, q = P(()), Q(())
-    ends = q.cumsum(0).tolist()
-    shared, separate = torch.zeros(V, dtype=torch.float64), torch.zeros(V, dtype=torch.float64)
-    for x in range(V):
-        start, end = ends[x] - float(q[x]), ends[x]
-        limit = accept_probability(p, q, x)
-        for law, kept in ((shared, max(0.0, min(end, limit) - start)), (separate, q[x] * limit)):
-            law[x] += kept
-            law += (float(q[x]) - kept) * residual(p, q)
-    assert (separate - p).abs().sum() / 2 < 1e-12
-    assert (shared - p).abs().sum() / 2 > 0.02
-
-
-# Identities
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_acceptance_is_one_minus_total_variation(seed: int) -> None:
-    """sum_x q(x) min(1, p(x)/q(x)) = sum_x min(p, q) = 1 - TV; kept and recovered make p."""
-    p, q = table(seed, 2.0, zeros=seed % 2 == 0)(()), table(seed + 50, 2.0)(())
-    chances = torch.tensor([accept_probability(p, q, x) for x in range(V)], dtype=torch.float64)
-    rate = float((q * chances).sum())
-    assert rate == pytest.approx(1 - float((p - q).abs().sum() / 2), abs=1e-12)
-    whole = q * chances + (1 - rate) * residual(p, q)
-    assert (whole - p).abs().max() < 1e-12
-
-
-def test_equal_laws_accept_everything() -> None:
-    p = P(())
-    assert all(accept_probability(p, p, x) == 1 for x in range(V))
-    highest = math.nextafter(1, 0)
-    kept, _ = reject_chain(
-        [3, 1], torch.stack([p, p]), lambda k: p, lambda k: highest, lambda k: torch.zeros(V)
-    )
-    assert kept == 2
-
-
-def test_disjoint_laws_accept_nothing_and_emit_the_targets() -> None:
-    p = torch.tensor([0.3, 0.7, 0, 0], dtype=torch.float64)
-    q = torch.tensor([0, 0, 0.5, 0.5], dtype=torch.float64)
-    assert [accept_probability(p, q, x) for x in (2, 3)] == [0, 0]
-    assert torch.equal(residual(p, q), p)
-    with pytest.raises(ValueError, match="token 0 was proposed with probability 0"):
-        accept_probability(p, q, 0)
+# Pieces
 
 
 def test_residual_of_equal_laws_is_a_law() -> None:
@@ -340,7 +48,178 @@ def test_residual_of_equal_laws_is_a_law() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.0, math.nan])
-def test_f50_a_token_its_law_does_not_know_is_an_error(probability: float) -> None:
+@pytest.mark.parametrize("rule", [reject, block], ids=["token", "block"])
+def test_f50_a_token_its_law_does_not_know_is_an_error(rule: Rule, probability: float) -> None:
     law = torch.tensor([0.5, probability, 0.5])
     with pytest.raises(ValueError, match="q is not the law it was drawn from"):
-        accept_probability(torch.full((3,), 1 / 3), law, 1)
+        rule(chain([1], [law]), lambda path: P(()), Fork(()))
+
+
+def test_f50_a_sibling_drawn_twice_is_an_error() -> None:
+    """Draws with replacement are not what the rule can verify."""
+    law = probabilities(0.5, 0.25, 0.25)
+    with pytest.raises(ValueError, match=r"token 1 was proposed with probability 0\.0"):
+        reject(Tree([1, 1], [-1, -1], [law, law]), lambda path: P(()), Fork((0, 0)))
+
+
+def test_without_renormalises_what_is_left() -> None:
+    law = probabilities(0.5, 0.3, 0.2)
+    assert without(law, []) is law
+    assert without(law, [0]).tolist() == pytest.approx([0, 0.6, 0.4])  # type: ignore[union-attr]
+    assert without(law, [0, 2]).tolist() == [0, 1, 0]  # type: ignore[union-attr]
+    assert without(law, [0, 1, 2]) is None
+    assert law.tolist() == [0.5, 0.3, 0.2], "siblings share it"
+
+
+def test_siblings_drawn_from_unlike_laws_keep_their_own() -> None:
+    """Equal numbers do not make one group: sharing the tensor does."""
+    law = probabilities(0.5, 0.5, 0)
+    tree = Tree([0, 0], [-1, -1], [law, law.clone()])
+    fork = Fork((0,))
+    reject(tree, lambda path: probabilities(0.2, 0.2, 0.6), fork)
+    assert fork.probability == pytest.approx(0.6), "the second is tested with q = 0.5, p = 0"
+
+
+def test_a_law_shared_by_two_levels_makes_no_group() -> None:
+    """A draft whose law depends on nothing may hand out the same tensor everywhere."""
+    law, fork = probabilities(0.5, 0.4, 0.1), Fork((0, 1, 1))
+    tree = Tree([0, 1, 0], [-1, -1, 1], [law] * 3)
+    path, _ = reject(tree, lambda path: probabilities(0.4, 0.5, 0.1), fork)
+    assert path == [1, 2], "token 0, refused above, is still a draw below"
+
+
+def test_an_impossible_token_is_never_kept_and_a_certain_one_always() -> None:
+    for rule in (reject, block):
+        p, q = probabilities(0, 0.6, 0.4), probabilities(0.8, 0.1, 0.1)
+        path, token = rule(chain([0], [q]), lambda path: p, Fork(()))  # noqa: B023
+        assert (path, token) == ([], 1)
+        certain = probabilities(0, 1, 0)
+        assert rule(chain([1], [certain]), lambda path: certain, Fork(()))[0] == [0]  # noqa: B023
+
+
+def test_only_reached_nodes_are_looked_at() -> None:
+    """A branch that is not kept cannot matter, not even by being NaN."""
+    tree = Tree([0, 1, 2, 2], [-1, -1, 0, 1], [None] * 4)
+    asked: list[list[int]] = []
+
+    def law_after(path: Sequence[int]) -> Tensor:
+        asked.append(list(path))
+        return probabilities(0, 1, 0)
+
+    assert reject(tree, law_after, Fork(()))[0] == [1]
+    assert asked == [[], [1]]
+
+
+def test_block_probabilities_golden() -> None:
+    """Two tokens; by hand from h_1 = S / (S + 1 - w_1) and h_2 = w_2 (arXiv 2403.10444)."""
+    p = [probabilities(0.2, 0.3, 0.5), probabilities(0.6, 0.3, 0.1), probabilities(1, 0, 0)]
+    q = [probabilities(0.4, 0.3, 0.3), probabilities(0.5, 0.2, 0.3)]
+    # w_1 = 0.2 / 0.4 = 0.5; w_2 = 0.5 * 0.3 / 0.2 = 0.75.
+    # S_1 = max(0.3 - 0.5, 0) + max(0.15 - 0.2, 0) + max(0.05 - 0.3, 0) = 0: h_1 = 0.
+    tree = chain([0, 1], q)
+    whole = Fork((1,))
+    assert block(tree, lambda path: p[len(path)], whole) == ([0, 1], 0)
+    assert whole.probability == pytest.approx(0.75)
+    none = Fork(())
+    assert block(tree, lambda path: p[len(path)], none) == ([], 2)
+    assert none.probability == pytest.approx(0.25), "h_1 = 0; max(p_1 - q_1, 0) is all on token 2"
+    # With q_2 = (0.1, 0.2, 0.7): S_1 = 0.3 - 0.1 = 0.2, h_1 = 0.2 / 0.7.
+    tree = chain([0, 1], [q[0], probabilities(0.1, 0.2, 0.7)])
+    one = Fork((0, 1))
+    assert block(tree, lambda path: p[len(path)], one) == ([0], 0)
+    assert one.probability == pytest.approx(0.25 * 0.2 / 0.7)
+
+
+def test_block_survives_laws_that_differ_by_rounding() -> None:
+    """No prefix has mass left over, yet the whole was refused: a chance of 1e-16, and 0 / 0."""
+    q = probabilities(0.5, 0.25, 0.25)
+    p = probabilities(0.5, 0.25, 0.25 - 2**-54)
+    path, token = block(chain([0, 2], [q, q]), lambda path: p if path else q, Fork((0,)))
+    assert path == [0]
+    assert p[token] > 0
+
+
+def test_block_asks_for_nothing_behind_an_impossible_token() -> None:
+    asked: list[list[int]] = []
+
+    def law_after(path: Sequence[int]) -> Tensor:
+        asked.append(list(path))
+        return probabilities(0, 0.5, 0.5)
+
+    block(chain([1, 0, 1], [P(())] * 3), law_after, Fork(()))
+    assert asked == [[], [0]]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.1, 0.29, 0.31, 0.999, 1 - 2**-53])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 0.7, 1 + 2**-52, 1 - 2**-53])
+def test_drawn_inverts_the_cumulative_law(uniform: float, scale: float) -> None:
+    """Token 0 and 3 have no probability, and are not drawn at the ends either."""
+    law = scale * probabilities(0, 0.3, 0.7, 0)
+    assert drawn(law, uniform) == (1 if uniform < 0.3 else 2)
+    assert drawn(law.float(), uniform) in (1, 2)
+
+
+@pytest.mark.parametrize("law", [[0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
+def test_a_law_without_mass_is_an_error(law: list[float]) -> None:
+    with pytest.raises(ValueError, match="has no token to draw"):
+        drawn(torch.tensor(law), 0.5)
+
+
+# Typical acceptance
+
+
+def test_typical_threshold_golden() -> None:
+    """min(epsilon, delta exp(-H)): epsilon where the law is sharp, less where it is flat."""
+    assert typical_threshold(probabilities(1, 0, 0)) == pytest.approx(0.09)
+    assert typical_threshold(torch.full((100,), 0.01)) == pytest.approx(0.3 / 100)
+    p = probabilities(0.7, 0.2, 0.1)
+    entropy = -sum(x * math.log(x) for x in p.tolist())
+    assert typical_threshold(p, 0.5) == pytest.approx(0.3 * math.exp(-entropy))
+
+
+def test_typical_takes_the_longest_likely_path_and_the_likelier_of_two() -> None:
+    flat, sharp = probabilities(0.5, 0.45, 0.05), probabilities(0.92, 0.05, 0.03)
+    laws: dict[Text, Tensor] = {
+        (): flat,
+        (0,): flat,
+        (1,): sharp,
+        (1, 0): probabilities(0.15, 0.8, 0.05),
+    }
+
+    def run(tree: Tree) -> tuple[list[int], Text]:
+        def text(path: Sequence[int]) -> Text:
+            return tuple(tree.tokens[node] for node in path)
+
+        path, token = typical(tree, lambda path: laws[text(path)], lambda path: 7)
+        assert token == 7
+        return path, text(path)
+
+    # 0.05 is unlikely even for `flat`, whose threshold is 0.09.
+    assert run(Tree([2, 1], [-1, -1])) == ([1], (1,))
+    # Both are two long: 0.5 * 0.45 is less than 0.45 * 0.92.
+    assert run(Tree([0, 1, 1, 0], [-1, -1, 0, 1])) == ([1, 3], (1, 0))
+    # 0.15 is likely enough for any law, though it be the least likely token of this one.
+    assert run(Tree([1, 0, 0], [-1, 0, 1])) == ([0, 1, 2], (1, 0, 0))
+    # The longest wins, whatever its likelihood; below a refused node nothing counts.
+    assert run(Tree([0, 1, 0, 2], [-1, -1, 1, 1])) == ([1, 2], (1, 0))
+    assert run(Tree([2, 0], [-1, 0])) == ([], ())
+
+
+def test_rules_say_what_they_can_do() -> None:
+    assert [name for name, rule in RULES.items() if not rule.exact] == ["typical"]
+    assert [name for name, rule in RULES.items() if rule.chains_only] == ["block"]
+    assert [n for n, rule in RULES.items() if rule.needs_proposals] == ["rejection", "block"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kept_and_recovered_make_the_target(seed: int) -> None:
+    """sum_x q(x) min(1, p(x)/q(x)) = sum_x min(p, q) = 1 - TV."""
+    p: Table = table(V, seed, 2.0, zeros=seed % 2 == 0)
+    q: Table = table(V, seed + 50, 2.0)
+    chances = torch.tensor(
+        [accept_probability(p(()), q(()), x) for x in range(V)], dtype=torch.float64
+    )
+    rate = float((q(()) * chances).sum())
+    assert rate == pytest.approx(1 - float((p(()) - q(())).abs().sum() / 2), abs=1e-12)
+    whole = q(()) * chances + (1 - rate) * residual(p(()), q(()))
+    assert (whole - p(())).abs().max() < 1e-12
