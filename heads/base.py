@@ -14,10 +14,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafthead.heads.contract import Contract
 
@@ -26,6 +27,9 @@ class HeadSettings(BaseModel):
     """What a user chooses about a head; one subclass per head, selected by `type` in a config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reads_states: ClassVar[bool] = True
+    """Whether the head reads captured states of the target; otherwise tokens alone."""
 
     type: str
     unroll_steps: int = 3
@@ -91,6 +95,14 @@ class DraftHead(PreTrainedModel):
 
     settings: HeadSettings
     contract: Contract
+    drafter: ClassVar[str] = "head"
+    """What its drafts are called in figures."""
+    max_depth: int | None = None
+    """Deepest draft it can make; None where any depth will do."""
+    goes_on: ClassVar[bool] = True
+    """Whether it can draft past its positions, perhaps worse."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """The target's, where it is known: for heads that are stored as models of their own."""
 
     @abstractmethod
     def bind(self, source: PreTrainedModel | Path) -> None:
@@ -105,9 +117,18 @@ class DraftHead(PreTrainedModel):
     def draft_ids(self) -> Tensor:
         """(Vd,) int64: the target's id of each draft id, ascending."""
 
+    @property
+    def positions(self) -> int | None:
+        """How many positions it was made for; None where any number will do."""
+        return None
+
     @abstractmethod
     def teacher_logits(self, last_hidden: Tensor) -> Tensor:
         """(M, D) states of the target → (M, Vd) its own logits of the draft vocabulary."""
+
+    def export(self) -> PreTrainedModel:
+        """The model whose tensors `save_pretrained` writes: the head itself, or its plain form."""
+        return self
 
     def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
         """Set a bound, untrained head's weights in closed form; ValueError where it has no such."""
@@ -128,8 +149,9 @@ class DraftHead(PreTrainedModel):
         """Commit true positions and return the draft logits of the token after the last one.
 
         features: (B, n, L * D) of positions p .. p + n - 1; next_ids: (B, n) tokens at p + 1 .. p +
-        n; counts: (B,) how many of the n are real in each row (right padded). Drops all draft nodes
-        of the round before. Returns (B, Vd).
+        n; counts: (B,) how many of the n are real in each row (right padded). A head that reads
+        tokens alone gets no columns, and all of a row's tokens, the first one included. Drops all
+        draft nodes of the round before. Returns (B, Vd).
         """
 
     @abstractmethod

@@ -58,14 +58,15 @@ class Contract(BaseModel):
     target: str
     """Hub id or folder name, never a path."""
     revision: str | None = None
-    fingerprint: str
+    fingerprint: str | None
+    """Of the weights; None for a drafter that depends on none of them."""
     model_type: str
     hidden_size: int
     vocab_size: int
     """Rows of the embedding, padding included: not the tokenizer's size."""
     num_layers: int
     layers: tuple[int, ...]
-    """Captured states, ascending; see the module's convention."""
+    """Captured states, ascending (see the module's convention); none: the head reads tokens."""
     tokenizer: str | None
     """sha256 of the tokenizer's content; None where none was given."""
     template: str | None
@@ -91,7 +92,7 @@ class Contract(BaseModel):
         """One line for each fact that would make a head of `self` wrong on `other`.
 
         Name, revision and dtype are not compared (the same weights under another name are the same
-        target), nor a tokenizer or template that one side does not know.
+        target), nor a fingerprint, tokenizer or template that one side does not know.
         """
         lines = []
         for field in COMPARED:
@@ -123,7 +124,7 @@ COMPARED = (
     "logit_scale",
     "logit_softcap",
 )
-OPTIONAL = {"tokenizer", "template"}
+OPTIONAL = {"fingerprint", "tokenizer", "template"}
 
 
 def _short(value: object) -> str:
@@ -226,7 +227,9 @@ def describe(
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or output is None:
         raise ContractError(f"target {config.model_type}: no embedding or output rows to borrow")
-    if getattr(output, "bias", None) is not None:
+    layers = tuple(layers)
+    # A head that reads tokens alone is a language model, whose output module is used whole.
+    if layers and getattr(output, "bias", None) is not None:
         raise ContractError(
             f"target {config.model_type}: output rows with a bias are not supported; "
             "use a target whose lm_head has none"
@@ -242,7 +245,7 @@ def describe(
         hidden_size=config.hidden_size,
         vocab_size=output.weight.shape[0],
         num_layers=config.num_hidden_layers,
-        layers=check_layers(layers, config.num_hidden_layers),
+        layers=check_layers(layers, config.num_hidden_layers) if layers else (),
         tokenizer=None if tokenizer is None else tokenizer_hash(tokenizer),
         template=None if tokenizer is None else template_hash(tokenizer, template_kwargs),
         template_kwargs=dict(template_kwargs),
@@ -253,6 +256,29 @@ def describe(
         norm_offset=norm_offset,
         logit_scale=scale,
         logit_softcap=softcap,
+    )
+
+
+def outline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Contract:
+    """The contract of a drafter that reads tokens alone and borrows nothing.
+
+    It reads no weights, so it does for a target that is offloaded or partitioned, too.
+    """
+    config = model.config.get_text_config()
+    return Contract(
+        target=_target_name(model),
+        fingerprint=None,
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        layers=(),
+        tokenizer=None if tokenizer is None else tokenizer_hash(tokenizer),
+        template=None,
+        dtype=str(model.dtype).removeprefix("torch."),
+        embedding="",
+        output="",
+        norm=None,
     )
 
 

@@ -11,7 +11,6 @@ M supervised positions of one depth, m draft nodes, d head width.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -46,8 +45,6 @@ from drafthead.heads.contract import Contract
 from drafthead.heads.memory import LayerMemory
 from drafthead.heads.vocabulary import check_maps, ids_of, maps_of
 from drafthead.heads.warm_start import MODESTY, Moments
-
-logger = logging.getLogger(__name__)
 
 
 @register("eagle3")
@@ -193,7 +190,6 @@ class Eagle3Head(DraftHead):
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("rows", None, persistent=False)
         self._rotary = Rotary(config.head_dim, config.rope_parameters or {})
-        self._warned = False
         self.starts_at_bind = False
         """True for an untrained head: `bind` also sets its first output weights."""
         self.post_init()  # type: ignore[no-untyped-call]
@@ -252,6 +248,10 @@ class Eagle3Head(DraftHead):
         if self.reduced:
             return ids_of(self.d2t)
         return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+
+    @property
+    def positions(self) -> int:
+        return self.config.max_position_embeddings
 
     def in_vocabulary(self, ids: Tensor) -> Tensor:
         """Target ids → bool of the same shape: True where the head can propose the token."""
@@ -340,13 +340,6 @@ class Eagle3Head(DraftHead):
     @torch.no_grad()
     def open(self, batch: int, capacity: int) -> LayerMemory:
         config, device = self.config, self._bound()[0].device
-        if capacity > config.max_position_embeddings and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the draft layer was made for %d positions: drafts may get worse past them, the "
-                "text stays the target's",
-                config.max_position_embeddings,
-            )
         heads, head_dim, width = config.num_key_value_heads, config.head_dim, config.hidden_size
         dtype = self._compute_dtype()
         return LayerMemory(batch, capacity, heads, head_dim, width, device, dtype)

@@ -179,10 +179,13 @@ def build_head(config: RunConfig, target: Target, rows: Sequence[Row]) -> DraftH
     """Make the untrained head, the same on every rank: the seed decides its weights.
 
     A head whose settings have `layers` or `draft_vocab_size` is served by them; one without the
-    first reads the default layers, one without the second drafts over the whole vocabulary.
+    first reads the default layers, if it reads any, one without the second drafts over the whole
+    vocabulary.
     """
     asked = config.head.model_dump()
-    layers = asked.get("layers") or default_layers(target.num_layers)
+    layers: tuple[int, ...] = ()
+    if config.head.reads_states:
+        layers = asked.get("layers") or default_layers(target.num_layers)
     contract = target.contract(layers, config.data.template_kwargs)
     contract = contract.model_copy(update={"revision": config.target.revision})
     size = asked.get("draft_vocab_size")
@@ -194,4 +197,6 @@ def build_head(config: RunConfig, target: Target, rows: Sequence[Row]) -> DraftH
         covered = counts[draft_ids].sum().item() / max(1, counts.sum().item())
         logger.info("draft vocabulary: %d tokens, %.1f %% of the tokens", size, 100 * covered)
     torch.manual_seed(config.training.seed)
-    return config.head.build(contract, target.config, draft_ids)
+    head = config.head.build(contract, target.config, draft_ids)
+    head.tokenizer = target.tokenizer
+    return head

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from yaml import YAMLError
 
+import drafthead.inference.sibling  # noqa: F401  (registers itself as a head)
 from drafthead.data.embedded import EMBEDDED, preset_path
 from drafthead.heads.base import HeadSettings, settings_class
 

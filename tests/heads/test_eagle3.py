@@ -1,6 +1,5 @@
 """EAGLE-3: the unroll is the decoder's chain; labels and gradients are where they belong."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -203,15 +202,12 @@ def test_f57_short_prompts(length: int, heads: dict[str, Eagle3Head]) -> None:
     assert [len(p.logits) for p in predictions] == [2 * max(length - 1 - i, 0) for i in range(3)]
 
 
-def test_f55_past_the_draft_layers_positions(caplog: pytest.LogCaptureFixture) -> None:
+def test_f55_past_the_draft_layers_positions() -> None:
     target = tiny_target()
     head = tiny_head(target, Eagle3Settings(draft_vocab_size=None))
     head.config.max_position_embeddings = 16
     batch = random_batch(target, B=1, T=60)
-    with caplog.at_level(logging.WARNING):
-        decoded = rollout(head, batch, 0, 50, 3)
-        rollout(head, batch, 0, 50, 1)
-    assert caplog.text.count("made for 16 positions") == 1
+    decoded = rollout(head, batch, 0, 50, 3)
     for depth, prediction in enumerate(head.unroll(batch, 3)):
         torch.testing.assert_close(prediction.logits[50], decoded[depth], atol=1e-5, rtol=0)
 

@@ -6,8 +6,17 @@ import pytest
 import torch
 from tiny import tiny_target
 
+from drafthead.inference.masks import attention_of, visible
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape, Tree, ancestors, chain, rows_of
+from drafthead.inference.tree import (
+    Shape,
+    Static,
+    Tree,
+    ancestors,
+    chain,
+    parse_shape,
+    rows_of,
+)
 
 T, F = True, False
 
@@ -55,7 +64,9 @@ def test_f45_masks_are_bool_or_finite_and_exact(attention: str, dtype: torch.dty
     """Two rows, 3 and 1 committed slots: each sees its own committed slots, then its tree."""
     model = tiny_target(num_layers=1).to(dtype)
     model.set_attn_implementation(attention)
-    mask = Target(model)._mask([3, 1], ancestors([SEVEN, chain([5])]))
+    seen = visible(torch.tensor([3, 1]), ancestors([SEVEN, chain([5])]), 11)
+    additive = dtype if attention == "eager" else None
+    mask = attention_of(model).masks(seen, torch.zeros(2, 8), None, additive)
     assert mask.shape == (2, 1, 8, 11)
     if attention == "sdpa":
         assert mask.dtype == torch.bool
@@ -72,7 +83,8 @@ def test_f45_masks_are_bool_or_finite_and_exact(attention: str, dtype: torch.dty
 
 def test_f45_a_short_row_never_sees_the_slots_of_longer_ones() -> None:
     """Six committed slots beside one: behind the short row's tree there is nothing of its own."""
-    mask = Target(tiny_target(num_layers=1))._mask([6, 1], ancestors([chain([5]), chain([5])]))
+    seen = visible(torch.tensor([6, 1]), ancestors([chain([5]), chain([5])]), 8)
+    mask = seen[:, None]
     assert mask[0, 0].tolist() == [[T] * 7 + [F], [T] * 8]
     assert mask[1, 0].tolist() == [[T, T] + [F] * 6, [T, T, T] + [F] * 5]
 
@@ -112,29 +124,117 @@ def test_chains_and_empty_trees() -> None:
     assert ancestors([Tree()]).tolist() == [[[T]]]
 
 
+UNREADABLE = r"write chain:K, static:0,1,0\.0, tree:DEPTHxWIDTH:NODES or auto:"
+
+
+def test_paths_are_the_tokens_that_lead_to_each_node() -> None:
+    assert SEVEN.paths == [
+        (10,), (11,), (10, 12), (10, 13), (11, 14), (10, 12, 15), (10, 12, 15, 16)
+    ]  # fmt: skip
+
+
+def test_a_part_of_a_tree_keeps_tokens_parents_and_laws() -> None:
+    part = SEVEN.only([0, 2, 3, 5])
+    assert part.paths == [(10,), (10, 12), (10, 13), (10, 12, 15)]
+    laws = [torch.tensor([float(node)]) for node in range(7)]
+    assert Tree(SEVEN.tokens, SEVEN.parents, [*laws], "x").only([1, 4]).proposals == laws[1:5:3]
+    with pytest.raises(KeyError):
+        SEVEN.only([2])
+
+
+def test_laws_are_one_for_each_node_or_none_at_all() -> None:
+    law = torch.tensor([0.5, 0.5])
+    assert Tree([1, 0], [-1, -1], [law, law]).proposals[1] is law
+    assert Tree([1, 0], [-1, -1]).proposals == []
+    with pytest.raises(ValueError, match="2 tokens but 1 laws"):
+        Tree([1, 0], [-1, -1], [law])
+
+
+# Shapes
+
+
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
         ("chain:4", Shape(4, 1, 4)),
         ("tree:4x3:12", Shape(4, 3, 12)),
         ("tree:2x8:2", Shape(2, 8, 2)),
+        ("auto:4x3:12", Shape(4, 3, 12, by_cost=True)),
+        ("static:0,1,0.0,0.1,1.0", Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))),
+        ("static:", Static(())),
+        ("static:0,0.0,0.0.0", Static.chain(3)),
+        ("tree:10x1:1024", Shape(10, 1, 1024)),
     ],
 )
-def test_shapes_are_read_and_written(text: str, shape: Shape) -> None:
-    assert Shape.parse(text) == shape
-    assert Shape.parse(str(shape)).nodes == shape.nodes
-    assert shape.is_chain == (shape.nodes == shape.depth)
+def test_shapes_are_read_and_written(text: str, shape: Shape | Static) -> None:
+    assert parse_shape(text) == shape
+    assert parse_shape(str(shape)).depth == shape.depth
+    if not shape.is_chain:
+        assert str(shape) == text
+
+
+def test_a_static_tree_knows_its_measures() -> None:
+    shape = parse_shape("static:0,1,2,0.0,0.1,2.0,0.1.0")
+    assert (shape.depth, shape.width, shape.nodes, shape.is_chain) == (3, 3, 7, False)
+    assert isinstance(shape, Static)
+    assert shape.inner == (((),), ((0,), (2,)), ((0, 1),))
+    assert [shape.children(path) for path in ((), (0,), (1,), (2,))] == [3, 2, 0, 1]
+    assert shape.expanded == 3, "a head goes on from 0, 2 and 0.1"
+    assert Static.chain(3).is_chain
+    assert (parse_shape("static:").depth, parse_shape("static:").width) == (0, 0)
+
+
+def test_chains_are_shapes_of_width_one() -> None:
+    assert parse_shape("chain:4").is_chain
+    assert not parse_shape("tree:2x8:2").is_chain, "its two nodes may stand side by side"
+    assert not parse_shape("auto:4x1:4").is_chain
 
 
 @pytest.mark.parametrize(
-    "text", ["", "chain", "chain:", "chain:-1", "4", "tree:4x4", "tree:4:12", "chain:4 ", "Chain:4"]
+    "text",
+    ["", "chain", "chain:", "chain:-1", "4", "tree:4x4", "tree:4:12", "chain:4 ", "Chain:4"],
 )
 def test_f58_unreadable_shapes_are_refused_with_the_right_way(text: str) -> None:
-    with pytest.raises(ValueError, match="write chain:DEPTH or tree:DEPTHxWIDTH:NODES"):
-        Shape.parse(text)
+    with pytest.raises(ValueError, match=UNREADABLE):
+        parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["static", "static:0,", "static:a", "static:0..1", "static:.0", "static:-1", "auto:4"]
+)
+def test_f58_unreadable_static_trees_are_refused_with_the_right_way(text: str) -> None:
+    with pytest.raises(ValueError, match=UNREADABLE):
+        parse_shape(text)
 
 
 @pytest.mark.parametrize("text", ["chain:0", "tree:0x2:4", "tree:2x0:4", "tree:5x2:4"])
 def test_f58_impossible_shapes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="at least 1, nodes at least the depth"):
-        Shape.parse(text)
+        parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        ([(0,), (0, 0), (0, 0)], r"node 0\.0: it is there twice"),
+        ([(0,), (1, 0)], r"node 1\.0: its parent 1 does not come before it"),
+        ([(0, 0), (0,)], r"node 0\.0: its parent 0 does not come before it"),
+        ([(0,), (2,)], r"node 2: its better sibling 1 does not come before it"),
+        ([(1,), (0,)], r"node 1: its better sibling 0 does not come before it"),
+        ([(0,), (0, -1)], r"node 0\.-1: ranks count from 0"),
+        ([()], r"node \(the root\): ranks count from 0"),
+    ],
+)
+def test_f58_static_trees_that_are_no_trees_are_refused_by_node(
+    paths: list[tuple[int, ...]], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        Static(tuple(paths))
+
+
+@pytest.mark.parametrize(
+    "text", ["chain:1025", "tree:4x4:1025", "static:" + ",".join(map(str, range(1025)))]
+)
+def test_f58_more_nodes_than_a_round_can_verify_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="tree of 1025 nodes: at most 1024"):
+        parse_shape(text)
