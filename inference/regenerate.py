@@ -25,11 +25,13 @@ from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt
 from drafthead.data.files import held, write_atomically
 from drafthead.heads.contract import fingerprint, template_hash
-from drafthead.inference.decoder import Decoder, Row
+from drafthead.inference.decoder import Decoder
 from drafthead.inference.evaluate import end_ids
 from drafthead.inference.noise import Noise
-from drafthead.inference.sampling import Sampler, Warps
+from drafthead.inference.row import Row
+from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
+from drafthead.inference.warps import Warps
 
 log = logging.getLogger(__name__)
 
@@ -170,11 +172,12 @@ class _Session:
             return False
         if self.sampler.noise is not None:
             self.sampler.noise[slot] = self._noise(talk.index)
-        talk.row = Row(ids, len(ids), limit, self._stop)
+        talk.row = Row(ids, limit, self._stop)
         self.decoder.start(slot, talk.row)
         return True
 
-    def _stop(self, ids: Sequence[int]) -> bool:
+    def _stop(self, row: Row) -> bool:
+        ids = row.ids
         return ids[-1] in self.ends or (len(ids) % 16 == 0 and loops(ids))
 
     def _answered(self, slot: int, talk: _Talk) -> bool:

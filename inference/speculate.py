@@ -1,8 +1,11 @@
 """Drafting as a decoding method of Hugging Face's `generate(custom_generate=speculate(head))`.
 
-The callable that `speculate` returns has the signature `generate` expects, so warpers, stopping
-criteria, generation configs and `return_dict_in_generate` act as users know them. What cannot be
-honoured is refused by name. `generate` never passes a streamer on, so `speculate` takes it.
+The callable that `speculate` returns has the signature `generate` expects, so logits processors,
+stopping criteria, generation configs and `return_dict_in_generate` act as users know them, in
+batches padded on the left too. What cannot be honoured is refused by name (`requests`, `warps`).
+
+Three arguments of `generate` never reach a decoding method, nor does a trace of them: `streamer`
+and `tokenizer`, which `speculate` takes instead, and `assistant_model`.
 
 At temperature > 0 the text is the target's own distribution, decided by `seed` alone: the same
 seed gives the same text whichever head drafts it, or none. It is not the draw that
@@ -22,20 +25,26 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    MaxLengthCriteria,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.contract import ContractError, describe
-from drafthead.inference.decoder import Decoder, Row, check_prompt
-from drafthead.inference.drafters import Drafter, HeadDrafter, head_of
+from drafthead.heads.contract import ContractError
+from drafthead.inference.decoder import Decoder, check_prompt
+from drafthead.inference.drafters import Drafter, heads_of
+from drafthead.inference.grow import check_shape, drafting
 from drafthead.inference.noise import Noise
-from drafthead.inference.sampling import Sampler, UnsupportedSamplingError, Warps
+from drafthead.inference.requests import output, refuse, rows_of
+from drafthead.inference.row import Row
+from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape
+from drafthead.inference.tree import Shape, Static, parse_shape
+from drafthead.inference.verify import RULES
+from drafthead.inference.warps import UnsupportedSamplingError, Warps
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +57,6 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-IGNORED = ("attention_mask", "position_ids", "logits_to_keep", "cache", "use_cache")
-"""What `generate` prepares for a forward that the decoder makes itself."""
-
-REFUSED = ("output_attentions", "output_hidden_states")
-
 _COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[DraftHead]] = WeakKeyDictionary()
 """Heads whose contract was compared with a model: done once, as it reads all its parameters."""
 
@@ -60,24 +64,36 @@ _COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[DraftHead]] = WeakKeyDicti
 def speculate(
     drafter: DraftHead | Drafter | None,
     *,
-    tree: Shape | str = "chain:4",
+    tree: Shape | Static | str = "chain:4",
     rule: str = "coupled",
+    lossy: bool = False,
     seed: int | None = None,
     streams: Sequence[int] | None = None,
     streamer: Streamer | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
     """Make a decoding method of a bound head, any drafter, or None: plain keyed decoding.
 
-    tree: how a head drafts, `chain:K` or `tree:DEPTHxWIDTH:NODES`; rule: `coupled` (default) or
-    `rejection` (chains), both exact; seed: drawn from torch's generator where not given; streams:
-    one number per row that keys its noise, the row's index in the batch by default. Stop strings
-    go into `stopping_criteria` (`StopStringCriteria`): with `stop_strings` `generate` raises.
+    tree: how a head drafts, as `parse_shape` reads it; rule: one of `verify.RULES`; lossy: allow
+    one that is not exact; seed: drawn from torch's generator where not given; streams: one number
+    per row of the output that keys its noise, 0, 1, 2, … by default, so that the
+    `num_return_sequences` of a prompt differ; streamer: gets each token as its round ends, and
+    `end()` even where decoding fails, as a reader in another thread may wait for it; tokenizer:
+    what `generate(stop_strings=…)` needs.
+
+    Stopping criteria are shown each row alone and get no scores; one that looks at other rows
+    cannot be told and sees none.
     """
-    shape = Shape.parse(tree) if isinstance(tree, str) else tree
-    made = HeadDrafter(drafter, shape) if isinstance(drafter, DraftHead) else drafter
-    if made is not None and not hasattr(made, "propose"):
-        raise ValueError(f"speculate: give a bound head, a drafter or None, not {made!r}")
-    head = head_of(made)
+    Sampler(rule=rule, lossy=lossy)  # refuses what cannot be
+    if not RULES[rule].exact:
+        logger.warning("rule %r is lossy: the text is not the target's own", rule)
+    shape = parse_shape(tree) if isinstance(tree, str) else tree
+    if isinstance(drafter, DraftHead):
+        check_shape(shape, drafter)
+    elif drafter is not None and not hasattr(drafter, "propose"):
+        raise ValueError(f"speculate: give a bound head, a drafter or None, not {drafter!r}")
+    made: dict[int, Drafter | None] = {}
+    """By rows of a batch, for which what an `auto:` tree stops by is measured once."""
 
     def method(
         model: PreTrainedModel,
@@ -85,72 +101,85 @@ def speculate(
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        # Named, so that `generate` hands it over instead of asking for the tokenizer it drops.
+        stop_strings: str | list[str] | None = None,
         **prepared: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        _refuse(generation_config, prepared)
-        if head is not None:
-            _check_fit(head, model)
-        mask = prepared.get("attention_mask")
-        rows = _rows(input_ids, mask, stopping_criteria, generation_config)
-        _check_positions(prepared.get("position_ids"), mask, rows)
-        warps = Warps(logits_processor)
-        with _evaluating(model):
+        with _shown(streamer, input_ids) as show, _evaluating(model):
+            refuse(generation_config, prepared)
+            warps = Warps(logits_processor)
+            criteria = [*stopping_criteria, *_stopping_at(stop_strings, tokenizer)]
+            mask, positions = prepared.get("attention_mask"), prepared.get("position_ids")
+            rows = rows_of(input_ids, mask, positions, criteria, generation_config)
             target = Target(model)
+            if len(rows) not in made:
+                made[len(rows)] = _made(drafter, shape, target, len(rows))
+            for head in heads_of(made[len(rows)]):
+                _check_fit(head, target)
             for row in rows:
                 check_prompt(target, row.ids, row.limit)
-            noise = None
-            if generation_config.do_sample:
-                key = int(torch.randint(2**62, ())) if seed is None else seed
-                keys = range(len(rows)) if streams is None else streams
-                noise = [Noise(key, s, target.vocab_size, target.device) for s in keys]
-                if len(noise) != len(rows):
-                    raise ValueError(f"streams: {len(noise)} given for {len(rows)} rows")
-            _run(target, Sampler(warps, noise, rule), made, rows, streamer, input_ids)
-        return _output(rows, input_ids, warps, generation_config)
+            sampled = generation_config.do_sample
+            noise = _noise(target, len(rows), seed, streams) if sampled else None
+            _run(target, Sampler(warps, noise, rule, lossy), made[len(rows)], rows, show)
+            return output(rows, input_ids, warps, generation_config)
 
     return method
 
 
-def _refuse(config: GenerationConfig, prepared: dict[str, Any]) -> None:
-    """Name what cannot be honoured, before any work."""
-    if (config.num_beams or 1) > 1:
-        raise UnsupportedSamplingError("num_beams > 1 cannot be drafted for: set num_beams=1")
-    for name in REFUSED:
-        if getattr(config, name, None) or prepared.pop(name, None):
-            raise UnsupportedSamplingError(
-                f"{name}=True is not available while drafting: leave it out"
-            )
-    cache = prepared.get("cache")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise UnsupportedSamplingError(
-            "a filled cache cannot be taken over: pass the whole prompt instead"
+def _made(
+    drafter: DraftHead | Drafter | None, shape: Shape | Static, target: Target, batch: int
+) -> Drafter | None:
+    if not isinstance(drafter, DraftHead):
+        return drafter
+    _check_fit(drafter, target)  # before it is run to measure it
+    return drafting(drafter, shape, target, batch)
+
+
+def _stopping_at(
+    strings: str | list[str] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> list[StopStringCriteria]:
+    if not strings:
+        return []
+    if tokenizer is None:
+        raise ValueError(
+            "stop_strings need the tokenizer, which generate() does not pass on: "
+            "give it to speculate(tokenizer=...)"
         )
-    for name, value in prepared.items():
-        if name not in IGNORED and value is not None:
-            raise UnsupportedSamplingError(f"{name} is not supported while drafting: leave it out")
+    return [StopStringCriteria(tokenizer, strings)]
 
 
-def _check_fit(head: DraftHead, model: PreTrainedModel) -> None:
+def _noise(
+    target: Target, rows: int, seed: int | None, streams: Sequence[int] | None
+) -> list[Noise]:
+    """One stream of noise per row."""
+    key = int(torch.randint(2**62, ())) if seed is None else seed
+    keys = range(rows) if streams is None else streams
+    if len(keys) != rows:
+        raise ValueError(f"streams: {len(keys)} given for {rows} rows")
+    return [Noise(key, stream, target.vocab_size, target.device) for stream in keys]
+
+
+def _check_fit(head: DraftHead, target: Target) -> None:
     """Refuse a model of another shape or device than the head's; warn once of other weights."""
-    contract, config = head.contract, model.config.get_text_config()
-    shape = (config.hidden_size, config.num_hidden_layers, config.vocab_size)
+    contract = head.contract
+    shape = (target.config.hidden_size, target.num_layers, target.vocab_size)
     made_for = (contract.hidden_size, contract.num_layers, contract.vocab_size)
     if shape != made_for:
         raise ContractError(
             f"the head was made for target {contract.target!r}, whose (hidden_size, num_layers, "
             f"vocab_size) are {made_for}; this model's are {shape}"
         )
-    if head.device != model.device:
+    if head.device != target.device:
         raise ValueError(
-            f"the head is on {head.device}, the model on {model.device}: "
-            "move it with head.to(model.device) before speculate(head)"
+            f"the head is on {head.device}, the model on {target.device}: "
+            f"move it with head.to({str(target.device)!r}) before speculate(head)"
         )
-    compared = _COMPARED.setdefault(model, WeakSet())
+    compared = _COMPARED.setdefault(target.model, WeakSet())
     if head in compared:
         return
     compared.add(head)
     try:
-        this = describe(model, None, contract.layers, contract.template_kwargs)
+        this = target.contract(contract.layers, contract.template_kwargs)
     except ContractError:  # weights held elsewhere: nothing to compare
         return
     if lines := contract.differences(this):
@@ -161,19 +190,6 @@ def _check_fit(head: DraftHead, model: PreTrainedModel) -> None:
             this.target,
             "; ".join(lines),
         )
-
-
-def _check_positions(positions: Tensor | None, mask: Tensor | None, rows: Sequence[Row]) -> None:
-    """Refuse positions of the caller's own: here a row's real tokens are counted from 0."""
-    if positions is None or positions.dim() != 2:
-        return
-    for index, row in enumerate(rows):
-        own = positions[index % len(positions)]
-        own = own if mask is None else own[mask[index].bool()]
-        if own.tolist() != list(range(len(row.ids))):
-            raise UnsupportedSamplingError(
-                "position_ids other than 0, 1, 2, … are not supported while drafting: leave it out"
-            )
 
 
 @contextmanager
@@ -187,90 +203,46 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def _rows(
-    input_ids: Tensor,
-    mask: Tensor | None,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-) -> list[Row]:
-    """One row per prompt, without its padding, which only stopping criteria go on to see."""
-    limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria))
-    width = input_ids.shape[1]
-    limit = min(limits, default=config.max_length) - width
-    rows = []
-    for index, tokens in enumerate(input_ids):
-        ids = (tokens if mask is None else tokens[mask[index].bool()]).tolist()
-        padding = tokens.tolist()[: width - len(ids)]
-
-        def stop(so_far: Sequence[int], padding: list[int] = padding) -> bool:
-            if not others:
-                return False
-            seen = torch.tensor([[*padding, *so_far]], device=input_ids.device)
-            return bool(others(seen, None).all())
-
-        wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-        rows.append(Row(ids, len(ids), limit, stop, logits=[] if wants else None))
-    return rows
-
-
 def _run(
     target: Target,
     sampler: Sampler,
     drafter: Drafter | None,
     rows: list[Row],
-    streamer: Streamer | None,
-    input_ids: Tensor,
+    show: Callable[[Sequence[int]], None],
 ) -> None:
+    """Decode all rows to their ends, showing the first one's new tokens after each round."""
     capacity = max(len(row.ids) + row.limit for row in rows)
     decoder = Decoder(target, sampler, drafter, batch=len(rows), capacity=capacity)
-    shown = [len(row.ids) for row in rows]
-    if streamer is not None:
-        if len(rows) > 1:
-            raise UnsupportedSamplingError("a streamer shows one row: pass a batch of one")
-        streamer.put(input_ids.cpu())
-
-    def show() -> None:
-        if streamer is not None:
-            streamer.put(torch.tensor(rows[0].ids[shown[0] :]))
-            shown[0] = len(rows[0].ids)
-
     for slot, row in enumerate(rows):
         decoder.start(slot, row)
-    show()
+    show(rows[0].new_ids)
     while decoder.running:
         decoder.round()
-        show()
-    if streamer is not None:
+        show(rows[0].new_ids)
+
+
+@contextmanager
+def _shown(
+    streamer: Streamer | None, input_ids: Tensor
+) -> Iterator[Callable[[Sequence[int]], None]]:
+    """Put the prompt (1, W), then those of a row's new tokens that were not put yet, one by one as
+    `generate` does; end the streamer in any case.
+    """
+    if streamer is None:
+        yield lambda new: None
+        return
+    shown = 0
+
+    def show(new: Sequence[int]) -> None:
+        nonlocal shown
+        for token in new[shown:]:
+            streamer.put(torch.tensor([token]))
+        shown = len(new)
+
+    try:
+        if len(input_ids) > 1:
+            raise UnsupportedSamplingError("a streamer shows one row: pass a batch of one")
+        streamer.put(input_ids.cpu())
+        yield show
+    finally:
         streamer.end()
-
-
-def _output(
-    rows: list[Row], input_ids: Tensor, warps: Warps, config: GenerationConfig
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """Sequences padded on the right; scores and logits of the target behind each emitted token."""
-    ends = config.eos_token_id
-    pad = config.pad_token_id
-    if pad is None:  # as `generate` does
-        pad = ends[0] if isinstance(ends, list) and ends else ends
-    length = max(len(row.new_ids) for row in rows)
-    new = input_ids.new_full((len(rows), length), 0 if pad is None else int(pad))
-    for index, row in enumerate(rows):
-        new[index, : len(row.new_ids)] = torch.tensor(row.new_ids)
-    sequences = torch.cat([input_ids, new], dim=1)
-    if not config.return_dict_in_generate:
-        return sequences
-    logits = [row.logits for row in rows if row.logits is not None]
-    steps: tuple[Tensor, ...] | None = None
-    if logits:
-        # A row that ended early repeats its last logits, as there is nothing behind its padding.
-        plain = Warps()  # at least fp32, as `generate` gives them
-        steps = tuple(
-            plain(torch.stack([r[min(i, len(r) - 1)] for r in logits])) for i in range(length)
-        )
-    scored = None if steps is None else tuple(warps(step) for step in steps)
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,  # type: ignore[arg-type]
-        scores=scored if config.output_scores else None,  # type: ignore[arg-type]
-        logits=steps if config.output_logits else None,  # type: ignore[arg-type]
-    )

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.inference.decoder import Decoder, Row, check_prompt, stop_at
+from drafthead.inference.decoder import Decoder, check_prompt
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.evaluate import Settings, end_ids
+from drafthead.inference.row import Row, stop_at
 from drafthead.inference.target import Target
 
 
@@ -38,7 +39,7 @@ class Stream:
         if self.target.tokenizer is None:
             raise ValueError("this target has no tokenizer: load it with one to stream text")
         limit = self.settings.max_new_tokens
-        self.row = Row(list(self.ids), len(self.ids), limit, stop_at(end_ids(self.target)))
+        self.row = Row(list(self.ids), limit, stop_at(end_ids(self.target)))
 
     def __iter__(self) -> Iterator[Piece]:
         assert self.target.tokenizer is not None
@@ -78,9 +79,7 @@ class _Text:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []
-        self._before: list[
-            int
-        ] = []  # the last token shown, as decoding may depend on what precedes
+        self._before: list[int] = []  # shown last, as decoding may depend on what precedes
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from drafts import (
     AlwaysWrong,
+    HalfRight,
     Oracle,
     Random,
     endless,
@@ -22,11 +23,11 @@ from tiny import tiny_head, tiny_tokenizer
 from torch import Tensor
 
 from drafthead.inference.decoder import decode
-from drafthead.inference.drafters import HeadDrafter
 from drafthead.inference.evaluate import Settings, answer
+from drafthead.inference.grow import HeadDrafter
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape
+from drafthead.inference.tree import parse_shape
 
 TREE = "tree:3x3:8"
 
@@ -34,16 +35,23 @@ TREE = "tree:3x3:8"
 # Non-finite logits
 
 
-def spoilt(target: Target, spoil: Callable[[Tensor], None]) -> Any:
-    """Change the logits of every verify pass of two rows or more; returns the hook's handle."""
+def spoilt(
+    target: Target, spoil: Callable[[Tensor], None], layer: int | None = None, alone: bool = False
+) -> Any:
+    """Change logits, or what leaves a layer, wherever a forward has two tokens or more; with
+    `alone` where it has one too. Returns the hook's handle.
+    """
 
-    def hook(module: object, inputs: object, logits: Tensor) -> Tensor:
-        if logits.shape[1] > 1:
-            logits = logits.clone()
-            spoil(logits)
-        return logits
+    def hook(module: object, inputs: object, rows: Tensor) -> Tensor:
+        if alone or rows.shape[1] > 1:
+            rows = rows.clone()
+            spoil(rows)
+        return rows
 
-    return target.model.lm_head.register_forward_hook(hook)
+    model = target.model
+    return (model.lm_head if layer is None else model.model.layers[layer]).register_forward_hook(
+        hook
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -65,22 +73,48 @@ def test_f44_a_broken_branch_that_is_not_kept_changes_nothing(
         handle.remove()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("layer", [0, 3, 5])
+def test_f44_a_branch_that_poisons_its_root_is_dropped_with_the_whole_draft(
+    target32: Target, layer: int, value: float, temperature: float
+) -> None:
+    """Attention weighs what it must not see by 0, and 0 times NaN is NaN: nothing of it may stay
+    in the cache either. Beside it, a row whose draft is right.
+    """
+
+    def sampler() -> Sampler:
+        return keyed(target32, 2) if temperature else Sampler()
+
+    prompts = [prompt_of(1, seed) for seed in (1, 2)]  # of one token, so that prefills are sound
+    texts = ids_of(target32, prompts, sampler(), None, 12)
+    handle = spoilt(target32, lambda rows: rows[:, 1:].fill_(value), layer)
+    try:
+        for tree in (False, True):
+            drafter = HalfRight(texts, [0, 4], tree=tree)
+            assert ids_of(target32, prompts, sampler(), drafter, 12) == texts
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
 def test_f44_a_broken_root_is_an_error_and_never_token_zero(
     target32: Target, value: float, rule: str
 ) -> None:
+    """The root's own row, whether drafts are verified beside it or not."""
     sampler = Sampler() if rule == "greedy" else keyed(target32, rule=rule)
-    handle = spoilt(target32, lambda logits: logits[:, 0].fill_(value))
+    handle = spoilt(target32, lambda logits: logits[:, 0].fill_(value), alone=True)
     try:
-        with pytest.raises(FloatingPointError, match="not finite at a committed token"):
-            ids_of(target32, [prompt_of(5)], sampler, Random(1), 12)
+        for drafter in (Random(1), None):
+            with pytest.raises(FloatingPointError, match="not finite at a committed token"):
+                ids_of(target32, [prompt_of(5)], sampler, drafter, 12)
     finally:
         handle.remove()
 
 
 def test_f44_one_nan_among_good_logits_is_an_error(target32: Target) -> None:
-    handle = spoilt(target32, lambda logits: logits[:, 0, 7].fill_(float("nan")))
+    handle = spoilt(target32, lambda logits: logits[:, 0, 7].fill_(float("nan")), alone=True)
     try:
         with pytest.raises(FloatingPointError):
             ids_of(target32, [prompt_of(5)], Sampler(), Random(1), 12)
@@ -165,7 +199,7 @@ def test_f55_past_the_drafts_own_limit_decoding_goes_on_with_one_notice(
     text = own_greedy(target64, prompt, 60)
     with caplog.at_level(logging.WARNING):
         for shape in ("chain:3", TREE):
-            drafter = HeadDrafter(head, Shape.parse(shape))
+            drafter = HeadDrafter(head, parse_shape(shape))
             assert ids_of(target64, [prompt], Sampler(), drafter, 60) == [text]
     notices = [r for r in caplog.records if "made for 64 positions" in r.getMessage()]
     assert len(notices) == 1

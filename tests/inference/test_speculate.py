@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
+from calls import batch_of, generate
 from drafts import HalfRight, Oracle, Random, endless, ids_of, keyed, own_greedy, prompt_of
-from tiny import tiny_tokenizer
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-    TextStreamer,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import DynamicCache
 
 from drafthead.heads.base import DraftHead
 from drafthead.inference.drafters import Drafter
-from drafthead.inference.sampling import UnsupportedSamplingError
 from drafthead.inference.speculate import speculate
 from drafthead.inference.target import Target
+from drafthead.inference.warps import UnsupportedSamplingError
 
 TREE = "tree:3x3:8"
-
-
-def batch_of(prompts: list[list[int]], pads: int = 0, pad: int = 0) -> dict[str, Tensor]:
-    """Prompts padded on the left to the longest, and by `pads` more."""
-    width = max(map(len, prompts)) + pads
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(target: Target, drafter: Any, prompts: list[list[int]], **settings: Any) -> Any:
-    """Call generate on prompts, left-padded if need be; `speculate` takes its settings by name."""
-    own = {
-        k: settings.pop(k) for k in ("tree", "rule", "seed", "streams", "streamer") if k in settings
-    }
-    pads = settings.pop("pads", 0)
-    return target.model.generate(
-        **batch_of(prompts, pads),
-        **{"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False, **settings},
-        custom_generate=speculate(drafter, **own),
-    )
 
 
 @pytest.mark.parametrize("tree", ["chain:3", TREE])
@@ -117,43 +90,6 @@ def test_without_a_seed_one_is_drawn_from_torchs_generator(target64: Target) -> 
     assert first != second
 
 
-class Kept(BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.puts = 0
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.ids += value.flatten().tolist()
-        self.puts += 1
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_streamers_get_every_token_as_rounds_end(target64: Target) -> None:
-    text = own_greedy(target64, prompt_of(5), 12)
-    streamer = Kept()
-    generate(target64, Oracle([text]), [prompt_of(5)], streamer=streamer)
-    assert streamer.ids == text
-    assert streamer.ended
-    assert streamer.puts == 2 + 3, "prompt, the prefill's token, and rounds of 5, 5 and 1"
-    with pytest.raises(UnsupportedSamplingError, match="a streamer shows one row"):
-        generate(target64, None, [prompt_of(5)] * 2, streamer=Kept())
-
-
-def test_text_streamers_print_the_text(
-    target64: Target, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = tiny_tokenizer()
-    text = own_greedy(target64, prompt_of(5), 12)
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
-    generate(target64, HalfRight([text], 2), [prompt_of(5)], streamer=streamer)
-    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(text[5:]).rstrip("\n")
-
-
 def test_scores_and_logits_are_the_targets(target32: Target) -> None:
     """1e-5 in fp32 of what generate returns itself, behind every emitted token."""
     prompt = prompt_of(5)
@@ -191,58 +127,6 @@ def test_scores_of_sampling_are_warped(target64: Target, head64: DraftHead) -> N
             assert scores[row, token].isfinite()
 
 
-class AfterToken(StoppingCriteria):
-    """Stops behind a token; notes the texts it was shown."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-        self.seen: list[list[int]] = []
-
-    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        self.seen += input_ids.tolist()
-        return input_ids[:, -1] == self.token
-
-
-@pytest.mark.parametrize("length", [1, 3, 6])
-def test_stopping_criteria_see_every_token_in_order(target64: Target, length: int) -> None:
-    text = own_greedy(target64, prompt_of(5), 12)
-    criterion = AfterToken(text[5 + 6])
-    out = generate(
-        target64,
-        Oracle([text], length),
-        [prompt_of(5)],
-        stopping_criteria=StoppingCriteriaList([criterion]),
-    )
-    end = text.index(text[5 + 6], 5) + 1
-    assert out[0].tolist() == text[:end]
-    assert criterion.seen == [text[:n] for n in range(6, end + 1)]
-
-
-@pytest.mark.parametrize("length", range(1, 6))
-def test_f49_a_stop_string_over_two_tokens_inside_a_block(target64: Target, length: int) -> None:
-    tokenizer = tiny_tokenizer()
-    text = own_greedy(target64, prompt_of(5), 20)
-    pairs = [tokenizer.decode(text[at : at + 2]) for at in range(5 + 3, 5 + 18)]
-    stop = next(pair for pair in pairs if "\ufffd" not in pair)
-    outs = []
-    for drafter in (None, Oracle([text], length)):
-        criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [stop])])
-        out = generate(
-            target64, drafter, [prompt_of(5)], stopping_criteria=criteria, max_new_tokens=20
-        )
-        outs.append(out[0].tolist())
-    own = target64.model.generate(
-        **batch_of([prompt_of(5)]),
-        do_sample=False,
-        max_new_tokens=20,
-        pad_token_id=0,
-        stop_strings=[stop],
-        tokenizer=tokenizer,
-    )
-    assert outs[0] == outs[1] == own[0].tolist()
-    assert len(outs[0]) < 25
-
-
 def test_f46_ended_rows_are_padded_and_others_go_on(target64: Target) -> None:
     """Equal to generate's own batch, the pad token included."""
     prompts = [prompt_of(4), prompt_of(9)]
@@ -254,13 +138,11 @@ def test_f46_ended_rows_are_padded_and_others_go_on(target64: Target) -> None:
     assert torch.equal(ours, own)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 13])
-def test_f48_max_length_counts_the_prompt(target64: Target, length: int) -> None:
-    text = own_greedy(target64, prompt_of(5), 13)
-    out = generate(
-        target64, Oracle([text], 6), [prompt_of(5)], max_new_tokens=None, max_length=5 + length
-    )
-    assert out[0].tolist() == text[: 5 + length]
+def test_f46_an_end_token_in_the_prompt_ends_nothing(target64: Target) -> None:
+    text = own_greedy(target64, [5, 6, 7, 8], 12)
+    for drafter in (None, Oracle([text], 5)):
+        out = generate(target64, drafter, [[5, 6, 7, 8]], eos_token_id=[6, 8])
+        assert out[0].tolist() == text
 
 
 def test_several_sequences_of_one_prompt(target64: Target, head64: DraftHead) -> None:
@@ -273,27 +155,104 @@ def test_several_sequences_of_one_prompt(target64: Target, head64: DraftHead) ->
     assert ours[0].tolist() != ours[1].tolist()
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_f53_rows_keep_their_texts_in_any_order_of_the_batch(
+    target64: Target, head64: DraftHead, sampled: bool
+) -> None:
+    """With their streams; drafts accept nothing, one, three and all; one row ends early."""
+    prompts = [prompt_of(n) for n in (1, 7, 20, 33)]
+    settings = {"do_sample": sampled, "seed": 4, "max_new_tokens": 16, "top_k": 8}
+    plain = generate(target64, None, prompts, **settings)
+    texts = [[*p, *row[33:].tolist()] for p, row in zip(prompts, plain, strict=True)]
+    settings["eos_token_id"] = texts[1][7 + 4]
+    for drafter in (HalfRight(texts, [0, 1, 3, 5], 5), head64):
+        for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1]):
+            mixed = [prompts[i] for i in order]
+            out = generate(target64, drafter, mixed, streams=order, tree=TREE, **settings)
+            width = max(map(len, mixed))
+            assert out.shape[1] == width + 16
+            for row, i in enumerate(order):
+                single = generate(target64, None, [prompts[i]], streams=[i], **settings)
+                new = single[0, len(prompts[i]) :].tolist()
+                assert out[row, width:].tolist() == [*new, *[0] * (16 - len(new))]
+                assert (len(new) < 16) == (texts[1][7 + 4] in texts[i][len(prompts[i]) : -1])
+
+
+def test_f57_a_prompt_of_one_token_is_enough(target64: Target, head64: DraftHead) -> None:
+    for tree in ("chain:3", TREE):
+        out = generate(target64, head64, [[7], [9, 8]], tree=tree)
+        assert out[0, 2:].tolist() == own_greedy(target64, [7], 12)[1:]
+
+
+EMPTY: dict[str, tuple[dict[str, Tensor], str]] = {
+    "all padding": (batch_of([[], [4]], pads=2), "the prompt has no tokens"),
+    "no rows": ({"input_ids": torch.zeros(0, 4).long()}, "input_ids has no rows"),
+    "right padding": (
+        {
+            "input_ids": torch.tensor([[4, 5, 0], [6, 7, 8]]),
+            "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
+        },
+        "attention_mask hides tokens behind real ones: pad on the left",
+    ),
+    "a hole": (
+        {
+            "input_ids": torch.tensor([[4, 5, 0]]),
+            "attention_mask": torch.tensor([[1, 0, 1]]),
+        },
+        "attention_mask hides tokens behind real ones: pad on the left",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_f54_f57_prompts_that_are_none_are_refused_in_one_line(target64: Target, name: str) -> None:
+    inputs, message = EMPTY[name]
+    inputs = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
+    with pytest.raises(ValueError, match=message) as caught:
+        target64.model.generate(
+            **inputs,
+            max_new_tokens=3,
+            pad_token_id=0,
+            do_sample=False,
+            custom_generate=speculate(None),
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_f57_without_a_prompt_generate_begins_with_the_bos_token(target64: Target) -> None:
+    asked = {"max_new_tokens": 5, "pad_token_id": 0, "do_sample": False, "bos_token_id": 1}
+    ours = target64.model.generate(**asked, custom_generate=speculate(None))
+    assert torch.equal(ours, target64.model.generate(**asked))
+
+
 # Refusals, each by name and in one line
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "beams": ({"num_beams": 2}, "num_beams > 1"),
+    "beams": ({"num_beams": 2}, "num_beams=2 cannot be honoured"),
+    "groups": (
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        "num_beams=4|num_beam_groups=2",
+    ),
+    "contrast": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 cannot"),
+    "layers": ({"dola_layers": "low"}, "dola_layers='low' cannot"),
+    "forced words": ({"force_words_ids": [[5]], "num_beams": 2}, "force_words_ids=|num_beams=2"),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 cannot"),
+    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1 cannot"),
+    "chunks": ({"prefill_chunk_size": 2}, "prefill_chunk_size=2 cannot"),
+    "offloading": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded' can"),
+    "logits": ({"logits_to_keep": 3}, "logits_to_keep=3 cannot"),
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 4, 64)}, "inputs_embeds is not supported"),
     "attentions": (
         {"output_attentions": True, "return_dict_in_generate": True},
-        "output_attentions=True is not available",
+        "output_attentions=True cannot",
     ),
     "hidden states": (
         {"output_hidden_states": True, "return_dict_in_generate": True},
-        "output_hidden_states=True is not available",
+        "output_hidden_states=True cannot",
     ),
-    "repetition": ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor cannot be"),
-    "n-grams": ({"no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor cannot be"),
-    "least length": (
-        {"min_new_tokens": 3, "eos_token_id": 4},
-        "MinLengthLogitsProcessor cannot be|MinNewTokens.* cannot be",
-    ),
-    "bad words": ({"bad_words_ids": [[5]]}, "NoBadWordsLogitsProcessor|SequenceBias"),
     "rule": ({"rule": "lucky"}, "rule 'lucky': choose one of coupled, rejection"),
+    "lossy rule": ({"rule": "typical"}, "rule 'typical' changes the target's distribution"),
     "context": ({"max_new_tokens": 300}, "exceed the target's context of 256"),
 }
 
@@ -312,35 +271,65 @@ def test_f51_f52_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     assert not forwards, "refused before any work"
 
 
-def test_a_filled_cache_is_refused(target32: Target) -> None:
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_a_cache_of_the_callers_own_is_refused(target32: Target, tokens: int) -> None:
+    """Filled or empty: it would come back as it was."""
     ids = torch.tensor([prompt_of(6)])
-    filled = DynamicCache()
-    target32.model(ids[:, :4], use_cache=True, cache=filled)
-    with pytest.raises(UnsupportedSamplingError, match="a filled cache cannot be taken over"):
-        target32.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            cache=filled,
-            max_new_tokens=3,
-            do_sample=False,
-            pad_token_id=0,
-            custom_generate=speculate(None),
-        )
+    cache = DynamicCache()
+    if tokens:
+        target32.model(ids[:, :tokens], use_cache=True, cache=cache)
+    with pytest.raises(UnsupportedSamplingError, match="a cache cannot be taken over") as caught:
+        generate(target32, None, ids.tolist(), cache=cache)
+    assert "\n" not in str(caught.value)
 
 
-def test_the_ratio_rule_refuses_trees_in_one_line(target64: Target, head64: DraftHead) -> None:
-    """A head's tree and any other drafter's."""
-    prompt = prompt_of(5)
-    wrong: list[tuple[Drafter | DraftHead, str]] = [
-        (head64, TREE),
-        (Random(0, tree=True), "chain:4"),
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"cache_implementation": "static"}])
+def test_settings_that_cannot_change_the_text_are_left_alone(
+    target64: Target, settings: dict[str, Any]
+) -> None:
+    text = own_greedy(target64, prompt_of(5), 12)
+    out = generate(target64, Oracle([text]), [prompt_of(5)], **settings)
+    assert out[0].tolist() == text
+
+
+def test_a_lossy_rule_is_told(target64: Target, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        generate(target64, None, [prompt_of(5)], rule="typical", lossy=True)
+        generate(target64, None, [prompt_of(5)], rule="rejection", lossy=True)
+    assert [r.getMessage() for r in caplog.records if "lossy" in r.getMessage()] == [
+        "rule 'typical' is lossy: the text is not the target's own"
     ]
-    for drafter, tree in wrong:
-        with pytest.raises(ValueError, match="'rejection' verifies chains only") as caught:
+
+
+def test_rules_refuse_what_they_cannot_verify_in_one_line(
+    target64: Target, head64: DraftHead
+) -> None:
+    """A tree whose shape depends on its draws, and for block verification any tree."""
+    wrong: list[tuple[str, Drafter | DraftHead, str]] = [
+        ("rejection", head64, TREE),
+        ("block", head64, TREE),
+        ("block", Random(0, tree=True), "chain:4"),
+    ]
+    for rule, drafter, tree in wrong:
+        with pytest.raises(ValueError, match=f"'{rule}'") as caught:
             generate(
-                target64, drafter, [prompt], do_sample=True, rule="rejection", tree=tree, seed=0
+                target64, drafter, [prompt_of(5)], do_sample=True, rule=rule, tree=tree, seed=0
             )
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_ratio_rules_are_decided_by_the_seed(
+    target64: Target, head64: DraftHead, rule: str
+) -> None:
+    """In any batch; under a penalty that the draft does not know of, too."""
+    prompts = [prompt_of(3), prompt_of(8)]
+    settings = {"do_sample": True, "rule": rule, "seed": 2, "repetition_penalty": 1.3, "top_k": 9}
+    out = generate(target64, head64, prompts, tree="chain:3", **settings)
+    assert torch.equal(generate(target64, head64, prompts, tree="chain:3", **settings), out)
+    for row, prompt in enumerate(prompts):
+        single = generate(target64, head64, [prompt], tree="chain:3", streams=[row], **settings)
+        assert single[0, len(prompt) :].tolist() == out[row, 8:].tolist()
 
 
 def test_the_ratio_rule_is_greedy_at_temperature_zero(target64: Target, head64: DraftHead) -> None:

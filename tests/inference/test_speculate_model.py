@@ -14,11 +14,13 @@ from transformers import LogitsProcessorList, PreTrainedModel, TypicalLogitsWarp
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.contract import ContractError
-from drafthead.inference.drafters import HeadDrafter, LookupDrafter, MergedDrafter
-from drafthead.inference.sampling import UnsupportedSamplingError
+from drafthead.inference.drafters import LookupDrafter, MergedDrafter
+from drafthead.inference.grow import HeadDrafter
+from drafthead.inference.sibling import Sibling
 from drafthead.inference.speculate import speculate
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape
+from drafthead.inference.tree import parse_shape
+from drafthead.inference.warps import UnsupportedSamplingError
 
 
 def run(model: PreTrainedModel, method: Any, prompts: list[list[int]], **settings: Any) -> Any:
@@ -37,7 +39,7 @@ def test_f23_other_weights_are_told_once_and_keep_their_own_text(
     other = tiny_target(num_layers=6, seed=9)
     other.generation_config.eos_token_id = None
     head = tiny_head(mine)
-    drafter: Any = HeadDrafter(head, Shape.parse("chain:3")) if merged else head
+    drafter: Any = HeadDrafter(head, parse_shape("chain:3")) if merged else head
     method = speculate(MergedDrafter(LookupDrafter(3), drafter) if merged else drafter)
     for model, warnings in ((mine, 0), (other, 1), (other, 1), (mine, 1)):
         with caplog.at_level(logging.WARNING):
@@ -60,6 +62,16 @@ def test_a_head_on_another_device_is_refused_in_one_line() -> None:
     head = tiny_head(endless()).to("meta")
     with pytest.raises(ValueError, match="the head is on meta, the model on cpu: move it"):
         run(endless(), speculate(head), [prompt_of(5)])
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "tree:2x2:4", "static:0,1,0.0,1.0"])
+def test_a_sibling_drafts_too(target64: Target, tree: str) -> None:
+    """One that is the target itself, so that every draft is right, and one that is not."""
+    prompts = [prompt_of(5, seed) for seed in (1, 2)]
+    texts = [own_greedy(target64, prompt, 12) for prompt in prompts]
+    for model in (endless().double(), tiny_target(num_layers=2, seed=5).double()):
+        sibling = Sibling.of(model, None, target64, check=False)
+        assert run(target64.model, speculate(sibling, tree=tree), prompts).tolist() == texts
 
 
 def test_what_is_no_drafter_is_refused_at_once() -> None:
