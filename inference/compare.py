@@ -20,7 +20,7 @@ from drafthead.data.embedded import data_path
 from drafthead.heads import load_head
 from drafthead.heads.base import DraftHead
 from drafthead.inference.decoder import check_prompt
-from drafthead.inference.drafters import Drafter, HeadDrafter, LookupDrafter, MergedDrafter
+from drafthead.inference.drafters import Drafter, LookupDrafter, MergedDrafter
 from drafthead.inference.evaluate import (
     PLAIN,
     Answer,
@@ -31,23 +31,32 @@ from drafthead.inference.evaluate import (
     record,
     text_of,
 )
+from drafthead.inference.grow import drafting
+from drafthead.inference.sibling import load_sibling
 from drafthead.inference.simulate import simulate
 from drafthead.inference.target import Target, load_target
-from drafthead.inference.tree import Shape
+from drafthead.inference.tree import Shape, Static, parse_shape
 from drafthead.inference.verify import RULES
+
+TreeShape = Shape | Static
+
+LOOKUP = 8
+"""Tokens that prompt lookup proposes."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What to evaluate."""
 
-    head: Path
     target: str
     dtype: str
+    head: Path | None = None
+    sibling: str | None = None
+    """Folder or Hub id of a smaller model that drafts, too."""
     prompts: tuple[str, ...] = ("samples/test",)
     """Prompt files; `samples/NAME` is an embedded one."""
     trees: tuple[str, ...] = ("chain:3",)
-    """The head drafts with each; the first also serves in the merged drafter."""
+    """Head and sibling draft with each; the first also serves in the merged drafter."""
     limit: int | None = None
     """Most prompts, taken from the categories in turn."""
     identity: int = 4
@@ -63,37 +72,33 @@ def compare(
     stage: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure: `records` by drafter name, simulated tau, settings and versions."""
-    shapes = [Shape.parse(tree) for tree in asked.trees]
-    check_rule(asked.settings.rule, shapes)
+    shapes = [parse_shape(tree) for tree in asked.trees]
+    check_rule(asked.settings.rule, shapes, lossy=asked.settings.lossy)
     prompts = prompts_of(asked.prompts, stage)
     prompts = spread(prompts, asked.limit or len(prompts))
-    head = opened(asked.head, asked.dtype)
-    target = load_target(asked.target, asked.dtype)
-    drafters = line_up(fitted(head, target), shapes)
-    template = head.contract.template_kwargs
+    target, heads = models(asked, asked.dtype)
+    template = template_of(heads)
+    drafters = line_up(target, heads, shapes)
     _first_turns(target, prompts, template, asked.settings.max_new_tokens)
     answers = evaluate(
         target, prompts, drafters, asked.settings, template_kwargs=template, progress=progress
     )
-    result: dict[str, Any] = {}
-    chain = next((n for n, s in zip(_names(shapes), shapes, strict=True) if s.is_chain), None)
-    if chain and asked.settings.temperature == 0:
-        depth = next(s.depth for s in shapes if s.is_chain)
-        told = simulate(head, target, [(a.ids, a.prompt_length) for a in answers[chain]], depth)
-        result |= {"simulated_tau": told.tau, "simulated_tau_interval": list(told.tau_interval)}
+    result = _simulated(asked, target, heads, shapes, answers)
     sample = text_of(target, answers[PLAIN][0])
-    del target, head, drafters  # before the float32 copies are made
+    del target, heads, drafters  # before the float32 copies are made
     same: dict[str, dict[str, Any]] = {}
     # Ratio rules keep the target's law, not plain decoding's very draw from it.
-    same_draw = asked.settings.temperature == 0 or asked.settings.rule == "coupled"
+    greedy = asked.settings.temperature == 0 and RULES[asked.settings.rule].exact
+    same_draw = greedy or asked.settings.rule == "coupled"
     if asked.identity and same_draw:
         stage("comparing with plain decoding in float32")
         same = _identity(asked, shapes, prompts[: asked.identity])
     return result | {
-        "records": records_of(answers, same, same_draw),
+        "records": records_of(answers, same, same_draw, asked.settings.lossy),
         "prompts": len(prompts),
         "new_tokens": asked.settings.max_new_tokens,
         "settings": asdict(asked.settings),
+        "lossy": asked.settings.lossy,
         "trees": [str(shape) for shape in shapes],
         "dtype": asked.dtype,
         "sample": sample,
@@ -101,15 +106,49 @@ def compare(
     }
 
 
+def models(asked: Comparison, dtype: str) -> tuple[Target, dict[str, DraftHead]]:
+    """Target, and what drafts for it by name: `head` and `sibling`, where they are asked for."""
+    # The head first: it is read in no time, and a target would be loaded in vain for a bad one.
+    head = None if asked.head is None else opened(asked.head, dtype)
+    target = load_target(asked.target, dtype)
+    heads: dict[str, DraftHead] = {}
+    if head is not None:
+        heads["head"] = fitted(head, target)
+    if asked.sibling is not None:
+        heads["sibling"] = load_sibling(asked.sibling, target, dtype)
+    return target, heads
+
+
+def _simulated(
+    asked: Comparison,
+    target: Target,
+    heads: Mapping[str, DraftHead],
+    shapes: Sequence[TreeShape],
+    answers: Mapping[str, Sequence[Answer]],
+) -> dict[str, Any]:
+    """What the head's first chain should come to on these greedy answers."""
+    chains = [(n, s) for n, s in zip(_names("head", shapes), shapes, strict=True) if s.is_chain]
+    if not chains or "head" not in heads or asked.settings.temperature > 0:
+        return {}
+    name, shape = chains[0]
+    texts = [(a.ids, a.prompt_length) for a in answers[name]]
+    told = simulate(heads["head"], target, texts, shape.depth)
+    return {"simulated_tau": told.tau, "simulated_tau_interval": list(told.tau_interval)}
+
+
 def _identity(
-    asked: Comparison, shapes: Sequence[Shape], prompts: Sequence[Prompt]
+    asked: Comparison, shapes: Sequence[TreeShape], prompts: Sequence[Prompt]
 ) -> dict[str, dict[str, Any]]:
     tokens = min(asked.identity_tokens, asked.settings.max_new_tokens)
     settings = replace(asked.settings, max_new_tokens=tokens)
-    target = load_target(asked.target, "float32")
-    head = fitted(opened(asked.head, "float32"), target)
-    ids = _first_turns(target, prompts, head.contract.template_kwargs, tokens)
-    return identity(target, ids, line_up(head, shapes), settings)
+    target, heads = models(asked, "float32")
+    ids = _first_turns(target, prompts, template_of(heads), tokens)
+    return identity(target, ids, line_up(target, heads, shapes), settings)
+
+
+def template_of(heads: Mapping[str, DraftHead]) -> dict[str, Any]:
+    """The template arguments that the head was trained with; none without a head."""
+    return dict(heads["head"].contract.template_kwargs) if "head" in heads else {}
 
 
 def _first_turns(
@@ -128,18 +167,25 @@ def _first_turns(
     return turns
 
 
-def line_up(head: DraftHead, shapes: Sequence[Shape]) -> dict[str, Drafter]:
-    """A report's drafters, apart, so that the head is not credited with the lookup's gain."""
-    heads: dict[str, Drafter] = {
-        name: HeadDrafter(head, shape) for name, shape in zip(_names(shapes), shapes, strict=True)
-    }
-    hit = LookupDrafter(length=8, longest=3, shortest=3)
-    merged = MergedDrafter(hit, HeadDrafter(head, shapes[0]))
-    return {"lookup": LookupDrafter(length=8, longest=3, shortest=2), **heads, "merged": merged}
+def line_up(
+    target: Target, heads: Mapping[str, DraftHead], shapes: Sequence[TreeShape]
+) -> dict[str, Drafter]:
+    """A report's drafters, apart, so that none is credited with another's gain.
+
+    Prompt lookup, every head with every shape, and the lookup merged with the first head.
+    """
+    table: dict[str, Drafter] = {"lookup": LookupDrafter(LOOKUP, longest=3, shortest=2)}
+    for who, head in heads.items():
+        for name, shape in zip(_names(who, shapes), shapes, strict=True):
+            table[name] = drafting(head, shape, target)
+    for who in [*heads][:1]:
+        first = table[_names(who, shapes)[0]]  # never both at once, so they may be one
+        table["merged"] = MergedDrafter(LookupDrafter(LOOKUP, longest=3, shortest=1), first)
+    return table
 
 
-def _names(shapes: Sequence[Shape]) -> list[str]:
-    return ["head"] if len(shapes) == 1 else [f"head {shape}" for shape in shapes]
+def _names(who: str, shapes: Sequence[TreeShape]) -> list[str]:
+    return [who] if len(shapes) == 1 else [f"{who} {shape}" for shape in shapes]
 
 
 def opened(folder: Path, dtype: str) -> DraftHead:
@@ -155,16 +201,22 @@ def fitted(head: DraftHead, target: Target) -> DraftHead:
     return head
 
 
-def check_rule(rule: str, shapes: Sequence[Shape]) -> None:
-    """Refuse a rule that is unknown, or that cannot verify one of these shapes."""
-    if rule not in RULES:
-        raise ValueError(f"rule {rule!r}: choose one of {', '.join(RULES)}")
-    trees = [str(shape) for shape in shapes if not shape.is_chain]
-    if rule != "coupled" and trees:
+def check_rule(name: str, shapes: Sequence[TreeShape], *, lossy: bool) -> None:
+    """Refuse a rule that is unknown or lossy unasked, or that cannot verify one of these shapes."""
+    if name not in RULES:
+        raise ValueError(f"rule {name!r}: choose one of {', '.join(RULES)}")
+    rule = RULES[name]
+    if lossy == rule.exact:
         raise ValueError(
-            f"rule {rule!r} verifies chains only, not {trees[0]}: "
-            "use a tree of chain:DEPTH, or the rule 'coupled'"
+            f"rule {name!r} is exact: leave --lossy out"
+            if lossy
+            else f"rule {name!r} changes the text: ask for it with --lossy, or use 'coupled'"
         )
+    for shape in shapes:
+        drawn = rule.needs_proposals and isinstance(shape, Shape)
+        if (rule.chains_only or drawn) and not shape.is_chain:
+            fit = "chain:DEPTH" if rule.chains_only else "chain:DEPTH or static:PATHS"
+            raise ValueError(f"rule {name!r} cannot verify {shape}: use {fit}, or rule 'coupled'")
 
 
 def prompts_of(names: Sequence[str], stage: Callable[[str], None]) -> list[Prompt]:
@@ -192,13 +244,18 @@ def records_of(
     answers: Mapping[str, Sequence[Answer]],
     same: Mapping[str, dict[str, Any]],
     same_draw: bool = True,
+    lossy: bool = False,
 ) -> dict[str, Any]:
-    """Records by drafter name, plain first; without `same_draw` no text is held against plain's."""
+    """Records by drafter name, plain first; without `same_draw` no text is held against plain's.
+
+    `lossy` marks all but plain: their texts are not the target's own.
+    """
     plain = answers[PLAIN]
     table: dict[str, Any] = {PLAIN: plain_record(plain)}
     for name, given in answers.items():
         if name != PLAIN:
             table[name] = record(name, given, plain, same.get(name))
+            table[name]["lossy"] = lossy
             if not same_draw:
                 table[name]["agreement"] = None
     return table

@@ -14,57 +14,18 @@ before it (`verify`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.metrics import Round
-from drafthead.inference.sampling import Sampler
-from drafthead.inference.target import Target
+from drafthead.inference.row import Row, stop_at
+from drafthead.inference.sampling import Sampler, Verdict
+from drafthead.inference.target import Output, Target
 from drafthead.inference.tree import Tree
 
-Stop = Callable[[Sequence[int]], bool]
-"""Whether a row, whose last token was just emitted, ends with it."""
-
-
-@dataclass
-class Row:
-    """One sequence being decoded; `ids` grows, its last token being the root of the next round."""
-
-    ids: list[int]
-    prompt: int
-    limit: int
-    """Most new tokens."""
-    stop: Stop
-    done: bool = False
-    rounds: list[Round] = field(default_factory=list)
-    logits: list[Tensor] | None = None
-    """If a list: the target's raw logits (V,) behind each emitted token."""
-
-    @property
-    def new_ids(self) -> list[int]:
-        return self.ids[self.prompt :]
-
-    @property
-    def left(self) -> int:
-        return self.limit - (len(self.ids) - self.prompt)
-
-    def emit(self, tokens: Sequence[int]) -> int:
-        """Append tokens in order up to the first stop or the limit; how many were emitted."""
-        for count, token in enumerate(tokens, start=1):
-            self.ids.append(token)
-            if self.left <= 0 or self.stop(self.ids):
-                self.done = True
-                return count
-        return len(tokens)
-
-
-def stop_at(eos: Sequence[int]) -> Stop:
-    """Stop at any of these ids."""
-    ends = frozenset(eos)
-    return lambda ids: ids[-1] in ends
+PARTS = ("draft", "verify", "accept", "commit")
+"""Of a round; `observe`, in which drafters take what was committed, counts as draft."""
 
 
 class Decoder:
@@ -87,61 +48,99 @@ class Decoder:
         room = capacity + 1 + (drafter.nodes if drafter else 0)
         self.store = target.open(batch, room)
         self.rows: list[Row | None] = [None] * batch
-        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}
+        self.seconds = dict.fromkeys(("prefill", *PARTS), 0.0)
         if drafter:
             drafter.open(batch, room)
 
     def start(self, slot: int, row: Row) -> None:
         """Prefill a row into a slot and emit its first token, which takes no round."""
-        since = time.perf_counter()
-        out = self.target.prefill(self.store, slot, row.ids, self.layers)
-        _, token = self.sampler.accept(slot, Tree(), out.logits[0], len(row.ids))
-        self.rows[slot] = row
-        if row.logits is not None:
-            row.logits.append(out.logits[0, 0])
-        row.emit([token])
-        if self.drafter:
-            self.drafter.start(slot)
-            self.drafter.observe(slot, row.ids, None if out.features is None else out.features[0])
-        self.seconds["prefill"] += time.perf_counter() - since
+        with self._timed("prefill"):
+            out = self.target.prefill(self.store, slot, row.ids, self.layers)
+            _, token = self.sampler.accept(slot, Tree(), out.logits[0], row.history)
+            self.rows[slot] = row
+            if row.logits is not None:
+                row.logits.append(out.logits[0, 0])
+            row.emit([token])
+            if self.drafter:
+                features = None if out.features is None else out.features[0]
+                self.drafter.start(slot)
+                self.drafter.observe(slot, row.ids, features)
 
     def round(self) -> None:
         """One verifying forward for all rows that are not done."""
-        marks = [time.perf_counter()]
         trees = self._propose()
-        marks.append(time.perf_counter())
-        roots = [row.ids[-1] if row else 0 for row in self.rows]
-        out = self.target.verify(self.store, roots, trees, self.layers)
-        marks.append(time.perf_counter())
-        paths: list[list[int]] = []
-        for slot, (row, tree) in enumerate(zip(self.rows, trees, strict=True)):
-            if row is None or row.done:
-                paths.append([])
-                continue
-            path, token = self.sampler.accept(slot, tree, out.logits[slot], len(row.ids))
-            kept = [0, *(node + 1 for node in path)]
-            emitted = row.emit([*(tree.tokens[node] for node in path), token])
-            row.rounds.append(Round.of(tree, len(path), emitted))
-            if row.logits is not None:
-                row.logits.extend(out.logits[slot, kept[:emitted]])
-            self.sampler.forget(slot, len(row.ids))
-            if self.drafter and not row.done:
-                features = None if out.features is None else out.features[slot, kept]
-                self.drafter.observe(slot, row.ids, features)
-            paths.append(kept)
-        self.store.commit(paths)
-        marks.append(time.perf_counter())
-        for part, begin, end in zip(("draft", "verify", "commit"), marks, marks[1:], strict=False):
-            self.seconds[part] += end - begin
+        out, verdicts = self._verify(trees)
+        kept = {slot: [0, *(node + 1 for node in path)] for slot, (path, _) in verdicts.items()}
+        with self._timed("commit"):
+            self.store.commit([kept.get(slot, []) for slot in range(len(trees))])
+            for slot, (path, token) in verdicts.items():
+                self._emit(slot, trees[slot], path, token, out)
+        with self._timed("draft"):
+            for slot, indices in kept.items():
+                self._observe(slot, indices, out)
 
     def _propose(self) -> list[Tree]:
         """A tree per row, no deeper than it can use: the target adds one token itself."""
         depths = [0 if row is None or row.done else row.left - 1 for row in self.rows]
         if self.drafter is None or max(depths) < 1:
             return [Tree()] * len(self.rows)
-        return self.drafter.propose(
-            [row.ids if row else [] for row in self.rows], depths, self.sampler
-        )
+        with self._timed("draft"):
+            ids = [row.ids if row else [] for row in self.rows]
+            trees = self.drafter.propose(ids, depths, self.sampler)
+        for tree, depth in zip(trees, depths, strict=True):
+            self._check(tree, depth)
+        return trees
+
+    def _check(self, tree: Tree, depth: int) -> None:
+        """Refuse a draft that breaks the drafter's promises, before it breaks the store."""
+        assert self.drafter is not None
+        if not len(tree):
+            return
+        if len(tree) > self.drafter.nodes or max(tree.depths) > depth:
+            raise ValueError(
+                f"drafter {self.drafter.name!r} proposed {len(tree)} nodes, {max(tree.depths)} "
+                f"deep, where {self.drafter.nodes} nodes, {depth} deep, were the most"
+            )
+        if not 0 <= min(tree.tokens) <= max(tree.tokens) < self.target.vocab_size:
+            raise ValueError(
+                f"drafter {self.drafter.name!r} proposed token {max(tree.tokens)}, which is not in "
+                f"the target's vocabulary of {self.target.vocab_size}"
+            )
+
+    def _verify(self, trees: Sequence[Tree]) -> tuple[Output, dict[int, Verdict]]:
+        """The target's forward over roots and trees, and what it decides for each running row."""
+        roots = [row.ids[-1] if row else 0 for row in self.rows]
+        with self._timed("verify"):
+            out = self.target.verify(self.store, roots, trees, self.layers)
+        with self._timed("accept"):
+            histories = {
+                slot: row.history
+                for slot, row in enumerate(self.rows)
+                if row is not None and not row.done
+            }
+            return out, self.sampler.decide(histories, trees, out.logits)
+
+    def _emit(self, slot: int, tree: Tree, path: Sequence[int], token: int, out: Output) -> None:
+        row = self.rows[slot]
+        assert row is not None
+        emitted = row.emit([*(tree.tokens[node] for node in path), token])
+        row.rounds.append(Round.of(tree, len(path), emitted))
+        if row.logits is not None:
+            row.logits.extend(out.logits[slot, [0, *(node + 1 for node in path)][:emitted]])
+        self.sampler.forget(slot, len(row.ids))
+
+    def _observe(self, slot: int, kept: Sequence[int], out: Output) -> None:
+        row = self.rows[slot]
+        assert row is not None
+        if self.drafter and not row.done:
+            features = None if out.features is None else out.features[slot, kept]
+            self.drafter.observe(slot, row.ids, features)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        since = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - since
 
     @property
     def running(self) -> bool:
@@ -161,7 +160,7 @@ def decode(
 
     Raises ValueError for an empty prompt or one that does not fit the target's context.
     """
-    rows = [Row(list(ids), len(ids), max_new_tokens, stop_at(eos)) for ids in prompts]
+    rows = [Row(list(ids), max_new_tokens, stop_at(eos)) for ids in prompts]
     for ids in prompts:
         check_prompt(target, ids, max_new_tokens)
     capacity = max(len(ids) for ids in prompts) + max_new_tokens

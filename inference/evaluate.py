@@ -19,12 +19,14 @@ from torch import Tensor
 
 from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt
-from drafthead.inference.decoder import Decoder, Row, check_prompt, stop_at
+from drafthead.inference.decoder import Decoder, check_prompt
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.metrics import Acceptance, Round, acceptance
 from drafthead.inference.noise import Noise
-from drafthead.inference.sampling import Sampler, Warps
+from drafthead.inference.row import Row, stop_at
+from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
+from drafthead.inference.warps import Warps
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +43,16 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0
     rule: str = "coupled"
+    lossy: bool = False
+    """Allow a rule that changes the text; it must then be one."""
 
     def sampler(self, stream: int, target: Target) -> Sampler:
         """A sampler for one row whose noise is keyed by `stream`."""
         if self.temperature == 0:
-            return Sampler(rule=self.rule)
+            return Sampler(rule=self.rule, lossy=self.lossy)
         warps = Warps.of(self.temperature, self.top_k, self.top_p)
         noise = Noise(self.seed, stream, target.vocab_size, target.device)
-        return Sampler(warps, [noise], self.rule)
+        return Sampler(warps, [noise], self.rule, self.lossy)
 
 
 @dataclass
@@ -90,9 +94,7 @@ def answer(
     """Answer one prompt and time its rounds."""
     limit = settings.max_new_tokens
     check_prompt(target, ids, limit)
-    row = Row(
-        list(ids), len(ids), limit, stop_at(end_ids(target)), logits=[] if keep_logits else None
-    )
+    row = Row(list(ids), limit, stop_at(end_ids(target)), logits=[] if keep_logits else None)
     sampler = settings.sampler(stream, target)
     decoder = Decoder(target, sampler, drafter, capacity=len(ids) + limit)
     decoder.start(0, row)

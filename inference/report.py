@@ -46,7 +46,7 @@ def table_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         same = r["identical"]
         rows.append(
             [
-                name,
+                f"{name} (lossy)" if r.get("lossy") else name,
                 f"{r['tau']:.2f}",
                 "{:.2f}–{:.2f}".format(*r["tau_interval"]),
                 f"{r['tokens_per_s']:.1f}",
@@ -56,6 +56,18 @@ def table_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def profile_rows(records: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of a mean round by part: milliseconds, and their share of the round."""
+    parts = list(next(iter(records.values()))["round_ms"])
+    rows = []
+    for name, record in records.items():
+        spent = record["round_ms"]
+        whole = sum(spent.values())
+        cells = [f"{spent[part]:.2f} ({100 * spent[part] / whole:.0f} %)" for part in parts]
+        rows.append([name, f"{whole:.2f}", *cells])
+    return ["ms of a round", "all", *parts], rows
 
 
 def write_report(

@@ -15,12 +15,14 @@ from tiny import tiny_target
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from drafthead.inference.decoder import Row, decode
+from drafthead.inference.decoder import decode
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.noise import Noise
-from drafthead.inference.sampling import Sampler, Warps
+from drafthead.inference.row import Row
+from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
 from drafthead.inference.tree import Tree, chain
+from drafthead.inference.warps import Warps
 
 VOCAB = 512
 

@@ -29,12 +29,21 @@ app = typer.Typer(
 )
 
 TargetOption = Annotated[str, typer.Option("--target", help="Hub id, folder, or `embedded`.")]
-HeadOption = Annotated[Path, typer.Option("--head", help="Folder of a trained head.")]
+HeadOption = Annotated[
+    Path | None, typer.Option("--head", help="Folder of a trained head; none: without.")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-TreeOption = Annotated[str, typer.Option(help="chain:DEPTH or tree:DEPTHxWIDTH:NODES.")]
+SiblingOption = Annotated[
+    str | None, typer.Option("--sibling", help="Folder or Hub id of a smaller model that drafts.")
+]
+TREES = "chain:DEPTH, static:PATHS, tree:DEPTHxWIDTH:NODES or auto:DEPTHxWIDTH:NODES"
+TreeOption = Annotated[str, typer.Option(help=f"{TREES}.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 SeedOption = Annotated[int, typer.Option(help="Keys the noise: same seed, same text.")]
-RuleOption = Annotated[str, typer.Option(help="coupled or rejection (chains); both exact.")]
+RuleOption = Annotated[
+    str, typer.Option(help="coupled, rejection, block (chains); typical is lossy.")
+]
+LossyOption = Annotated[bool, typer.Option("--lossy", help="Allow a rule that changes the text.")]
 
 AGAIN = "the same command continues where it was"
 
@@ -132,25 +141,28 @@ def train(
 
 @app.command()
 def evaluate(
-    head: HeadOption,
+    head: HeadOption = None,
+    sibling: SiblingOption = None,
     prompts: Annotated[
         list[str] | None, typer.Option(help="Prompt files; default: embedded.")
     ] = None,
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
-    tree: Annotated[list[str] | None, typer.Option(help="One or more tree shapes.")] = None,
+    tree: Annotated[list[str] | None, typer.Option(help=f"One or more of {TREES}.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts, over all categories.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     rule: RuleOption = "coupled",
+    lossy: LossyOption = False,
     seed: SeedOption = 0,
+    profile: Annotated[bool, typer.Option(help="Also show a round by part.")] = False,
     identity: Annotated[int, typer.Option(min=0, help="Prompts compared in float32.")] = 4,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON result here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Acceptance and speed of plain, lookup, head and merged drafting, side by side.
+    """Acceptance and speed of plain, lookup, head, sibling and merged drafting, side by side.
 
     Example: drafthead evaluate --head runs/mine/head --tree chain:3 --tree tree:4x4:12 --limit 30
     """
@@ -162,18 +174,23 @@ def evaluate(
     if out is not None:
         _make_folder(out)
     asked = Comparison(
-        head=head,
         target=_target_folder(target),
         dtype=dtype,
+        head=head,
+        sibling=sibling,
         prompts=tuple(prompts or ["samples/test"]),
         trees=tuple(tree or ["chain:3"]),
         limit=limit,
         identity=identity,
-        settings=Settings(max_new_tokens, temperature, top_k, top_p, seed, rule),
+        settings=Settings(max_new_tokens, temperature, top_k, top_p, seed, rule, lossy),
     )
     with bars() as shown:
         result = compare(asked, progress=counting(shown, "evaluating"), stage=say)
+    if result["lossy"]:
+        say(f"lossy: rule {rule!r} accepts what the target might not have written")
     terminal.table(result["records"], remark=as_json)
+    if profile:
+        terminal.profile(result["records"], remark=as_json)
     if as_json:
         print(json.dumps(result, default=str))
     if out is not None:
@@ -182,7 +199,8 @@ def evaluate(
 
 @app.command()
 def generate(
-    head: Annotated[Path | None, typer.Option("--head", help="Head folder; none: plain.")] = None,
+    head: HeadOption = None,
+    sibling: SiblingOption = None,
     prompt: Annotated[
         str | None, typer.Option(help="One user message; without it, a chat.")
     ] = None,
@@ -194,6 +212,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     rule: RuleOption = "coupled",
+    lossy: LossyOption = False,
     seed: SeedOption = 0,
     marks: Annotated[bool, typer.Option(help="Mark drafted text by colour.")] = True,
     as_json: JsonOption = False,
@@ -204,22 +223,21 @@ def generate(
     """
     from drafthead.data.chat import ChatFormat
     from drafthead.data.conversations import Message
-    from drafthead.inference.compare import check_rule, fitted, opened
-    from drafthead.inference.drafters import HeadDrafter
+    from drafthead.inference.compare import Comparison, check_rule, models, template_of
     from drafthead.inference.evaluate import Settings
+    from drafthead.inference.grow import drafting
     from drafthead.inference.stream import Stream
-    from drafthead.inference.tree import Shape
+    from drafthead.inference.tree import parse_shape
 
-    dtype, shape = _dtype(dtype), Shape.parse(tree)
-    check_rule(rule, [shape])
-    settings = Settings(max_new_tokens, temperature, top_k, top_p, seed, rule)
-    unbound = None if head is None else opened(head, dtype)
-    model = _target(target, dtype)
+    dtype, shape = _dtype(dtype), parse_shape(tree)
+    check_rule(rule, [shape], lossy=lossy)
+    if head is not None and sibling is not None:
+        raise ValueError("--head and --sibling: one of them drafts; give one")
+    settings = Settings(max_new_tokens, temperature, top_k, top_p, seed, rule, lossy)
+    model, heads = models(Comparison(_target_folder(target), dtype, head, sibling), dtype)
     assert model.tokenizer is not None
-    drafter, chat = None, ChatFormat(model.tokenizer)
-    if unbound is not None:
-        drafter = HeadDrafter(fitted(unbound, model), shape)
-        chat = ChatFormat(model.tokenizer, unbound.contract.template_kwargs)
+    chat = ChatFormat(model.tokenizer, template_of(heads))
+    drafter = next((drafting(drafts, shape, model) for drafts in heads.values()), None)
     colours = marks and not as_json and sys.stdout.isatty()
     messages: list[Message] = []
     for said in _said() if prompt is None else [prompt]:
@@ -233,10 +251,11 @@ def generate(
                 "tau": stream.tau,
                 "tokens_per_s": stream.tokens_per_s,
             }
-            print(json.dumps({"text": text, **figures}, ensure_ascii=False))
+            print(json.dumps({"text": text, "lossy": lossy, **figures}, ensure_ascii=False))
             continue
         print()
-        say(f"{stream.tokens_per_s:.1f} tokens/s, {stream.tau:.2f} tokens per round", "dim")
+        mark = "; lossy: not the target's own text" if lossy else ""
+        say(f"{stream.tokens_per_s:.1f} tokens/s, {stream.tau:.2f} tokens per round{mark}", "dim")
 
 
 @app.command()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,21 @@ def table(records: Mapping[str, Any], remark: bool) -> None:
     """The comparison of drafters: the result, or a remark beside a JSON result."""
     from drafthead.inference.report import HEADER, table_rows
 
+    _table(HEADER, table_rows(records), remark)
+
+
+def profile(records: Mapping[str, Any], remark: bool) -> None:
+    """A mean round of each drafter by part."""
+    from drafthead.inference.report import profile_rows
+
+    _table(*profile_rows(records), remark)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], remark: bool) -> None:
     # A file or a pipe has no width that the table would have to fit.
     width = None if sys.stdout.isatty() else 160
-    shown = Table(*HEADER)
-    for row in table_rows(records):
+    shown = Table(*header)
+    for row in rows:
         shown.add_row(*row)
     (notes if remark else Console(width=width, markup=False)).print(shown)
 

@@ -26,9 +26,10 @@ from drafthead.heads.base import DraftHead
 from drafthead.inference.decoder import decode
 from drafthead.inference.drafters import Drafter, HeadDrafter, LookupDrafter, MergedDrafter
 from drafthead.inference.noise import Noise, Purpose
-from drafthead.inference.sampling import Sampler, Warps
+from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape, Tree, chain
+from drafthead.inference.tree import Tree, chain, parse_shape
+from drafthead.inference.warps import Warps
 
 LENGTHS = (1, 2, 7, 33)
 TREE = "tree:3x3:8"
@@ -45,10 +46,10 @@ DRAFTERS: dict[str, Make] = {
     "random chain": lambda texts, head: Random(0),
     "random tree": lambda texts, head: Random(0, tree=True),
     "lookup": lambda texts, head: LookupDrafter(4),
-    "head chain": lambda texts, head: HeadDrafter(head, Shape.parse("chain:3")),
-    "head tree": lambda texts, head: HeadDrafter(head, Shape.parse(TREE)),
+    "head chain": lambda texts, head: HeadDrafter(head, parse_shape("chain:3")),
+    "head tree": lambda texts, head: HeadDrafter(head, parse_shape(TREE)),
     "merged": lambda texts, head: MergedDrafter(
-        LookupDrafter(4, longest=2, shortest=2), HeadDrafter(head, Shape.parse(TREE))
+        LookupDrafter(4, longest=2, shortest=2), HeadDrafter(head, parse_shape(TREE))
     ),
 }
 
@@ -151,7 +152,7 @@ def test_coupled_head_drafts_are_accepted_where_head_and_target_agree(target64: 
 def test_f51_top_k_one_and_tiny_top_p_are_greedy(target64: Target, head64: DraftHead) -> None:
     prompts = [prompt_of(7)]
     greedy = ids_of(target64, prompts, Sampler(), None, 16)
-    drafter = HeadDrafter(head64, Shape.parse(TREE))
+    drafter = HeadDrafter(head64, parse_shape(TREE))
     assert ids_of(target64, prompts, keyed(target64, top_k=1), drafter, 16) == greedy
     assert ids_of(target64, prompts, keyed(target64, top_p=1e-6), drafter, 16) == greedy
 
@@ -175,7 +176,7 @@ def test_f53_each_row_of_a_batch_equals_its_single_run(target64: Target, shape: 
 def test_f53_order_and_an_early_end_change_no_row(target64: Target, head64: DraftHead) -> None:
     """Sampled rows keep their text in another order if they keep their streams; one ends early."""
     prompts = [prompt_of(n) for n in (1, 7, 20, 33)]
-    drafter = HeadDrafter(head64, Shape.parse(TREE))
+    drafter = HeadDrafter(head64, parse_shape(TREE))
     texts = ids_of(target64, prompts, keyed(target64, 4), None, 20)
     eos = [texts[1][7 + 4]]
     ended = ids_of(target64, prompts, keyed(target64, 4), None, 20, eos)
@@ -214,9 +215,9 @@ class Recording(Noise):
         self.asked.append((purpose, position))
         return super().gumbel(position, purpose)
 
-    def uniform(self, position: int) -> float:
-        self.asked.append((Purpose.ACCEPT, position))
-        return super().uniform(position)
+    def uniform(self, position: int, purpose: Purpose = Purpose.ACCEPT, index: int = 0) -> float:
+        self.asked.append((purpose, position))
+        return super().uniform(position, purpose, index)
 
 
 def test_f50_the_ratio_rule_uses_each_number_for_one_decision(
@@ -224,12 +225,11 @@ def test_f50_the_ratio_rule_uses_each_number_for_one_decision(
 ) -> None:
     """Draft, accept and recovery read streams of their own, each at the position it decides.
 
-    Draft noise of a position may be read again after a refusal before it: what it drew was
-    dropped unseen.
+    Draft noise of a position may be asked for again after a refusal before it: it is fresh then.
     """
     noise = Recording(512)
-    sampler = Sampler(Warps.of(2.5), [noise], "rejection")
-    drafter = HeadDrafter(head64, Shape.parse("chain:3"))
+    sampler = Sampler(Warps.of(1.8), [noise], "rejection")
+    drafter = HeadDrafter(head64, parse_shape("chain:3"))
     (row,), _ = decode(target64, [prompt_of(5)], sampler, drafter, max_new_tokens=40)
     assert {0, 1} < {r.accepted for r in row.rounds}, "some drafts are kept, some refused"
     wanted, at = [(Purpose.RECOVER, 5)], 6

@@ -32,7 +32,7 @@ from drafthead.inference.evaluate import (
 from drafthead.inference.metrics import acceptance
 from drafthead.inference.simulate import simulate
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape
+from drafthead.inference.tree import Shape, parse_shape
 
 PROMPTS = [
     Prompt("a", "chat", ["What is the capital of France?", "And of the river?"]),
@@ -44,7 +44,7 @@ SETTINGS = Settings(max_new_tokens=24)
 RECORD = {
     "name", "tokens_per_s", "cpu_tokens_per_s", "speedup", "cpu_speedup", "tau", "tau_interval",
     "cut", "survival", "conditional", "accepted_per_drafted", "rounds", "identical", "agreement",
-    "round_ms", "by_source", "by_category",
+    "round_ms", "by_source", "by_category", "lossy",
 }  # fmt: skip
 PLAIN_RECORD = {"name", "tokens_per_s", "cpu_tokens_per_s", "round_ms", "new_tokens"}
 
@@ -87,7 +87,10 @@ def trained(chatting: Target) -> DraftHead:
 @pytest.fixture(scope="module")
 def drafters(chatting: Target, trained: DraftHead) -> dict[str, Drafter]:
     wrong = AlwaysWrong(texts_of(chatting, PROMPTS, 24))
-    return {**line_up(trained, [Shape.parse("chain:3"), Shape.parse("tree:3x3:8")]), "wrong": wrong}
+    return {
+        **line_up(chatting, {"head": trained}, [parse_shape("chain:3"), parse_shape("tree:3x3:8")]),
+        "wrong": wrong,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +117,7 @@ def test_records_have_the_documented_keys(records: dict[str, Any]) -> None:
         if name != PLAIN:
             assert set(made) == RECORD
             assert set(made["by_category"]) == {"chat", "maths"}
-            assert set(made["round_ms"]) == {"draft", "verify", "commit", "other"}
+            assert set(made["round_ms"]) == {"draft", "verify", "accept", "commit", "other"}
 
 
 def test_f62_every_figure_is_recomputed_from_the_raw_rounds(
@@ -309,7 +312,7 @@ def test_sampled_answers_are_the_same_for_every_drafter(
     chatting: Target, trained: DraftHead
 ) -> None:
     """Coupled: streams are the prompts' places; another seed gives other answers."""
-    drafters = line_up(trained, [Shape.parse("chain:2")])
+    drafters = line_up(chatting, {"head": trained}, [parse_shape("chain:2")])
     settings = Settings(max_new_tokens=10, temperature=0.8, top_p=0.9, seed=3)
     given = evaluate(chatting, PROMPTS[1:], drafters, settings)
     for ours in given.values():
@@ -360,8 +363,8 @@ def test_prompts_are_taken_from_the_categories_in_turn() -> None:
 
 def test_one_tree_is_called_head_several_by_their_shape(chatting: Target) -> None:
     head = tiny_head(chatting.model, layers=(1, 2, 3))
-    assert list(line_up(head, [Shape(2, 1, 2)])) == ["lookup", "head", "merged"]
-    two = line_up(head, [Shape(2, 1, 2), Shape(2, 2, 4)])
+    assert list(line_up(chatting, {"head": head}, [Shape(2, 1, 2)])) == ["lookup", "head", "merged"]
+    two = line_up(chatting, {"head": head}, [Shape(2, 1, 2), Shape(2, 2, 4)])
     assert list(two) == ["lookup", "head chain:2", "head tree:2x2:4", "merged"]
 
 

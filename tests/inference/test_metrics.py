@@ -24,7 +24,7 @@ def scripted(matches: list[int]) -> Round:
     """A round whose chain agrees with the target where `matches` is 1, by the rule itself."""
     tree = chain(range(10, 10 + len(matches)), source="scripted")
     wanted = [t if m else 99 for t, m in zip(tree.tokens, matches, strict=True)] + [98]
-    path, _ = walk(tree.tokens, tree.parents, lambda node, depth: wanted[depth])
+    path, _ = walk(tree.tokens, tree.parents, lambda path: wanted[len(path)])
     return Round.of(tree, len(path), len(path) + 1)
 
 

@@ -114,7 +114,7 @@ def test_evaluate_prints_its_records_and_nothing_else(place: Place, tmp_path: Pa
     assert {"simulated_tau", "settings", "sample", "versions"} <= result.keys()
     for name, record in result["records"].items():
         assert record["tokens_per_s"] > 0
-        assert {"draft", "verify", "commit", "other"} == record["round_ms"].keys()
+        assert {"draft", "verify", "accept", "commit", "other"} == record["round_ms"].keys()
         if name == "plain":
             continue
         assert 1 <= record["tau_interval"][0] <= record["tau"] <= record["tau_interval"][1]

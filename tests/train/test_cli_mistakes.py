@@ -122,11 +122,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "generate: wide tree": (f"{GENERATE} --tree tree:2x400:800", ["width 400", "256"]),
     "evaluate: rule and tree": (
         f"{EVALUATE} --rule rejection --tree tree:3x2:6 --temperature 1",
-        ["'rejection' verifies chains only, not tree:3x2:6", "'coupled'"],
+        ["'rejection' cannot verify tree:3x2:6", "static:PATHS", "'coupled'"],
     ),
     "generate: rule and tree": (
         f"{GENERATE} --rule rejection --tree tree:3x2:6",
-        ["'rejection' verifies chains only"],
+        ["'rejection' cannot verify tree:3x2:6"],
     ),
     "generate: rule": (f"{GENERATE} --rule fast", ["rule 'fast'", "coupled, rejection"]),
     "run exists": ("train --config {config}", ["holds a run already", "--resume"]),
