@@ -15,10 +15,10 @@ export TOKENIZERS_PARALLELISM ?= false
 # No target here needs a model hub; without this a missing one costs minutes of retries.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test lint format typecheck bench clean
+.PHONY: help setup demo test test-matrix lint format typecheck bench clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
 setup: $(VENV)/.installed  ## make .venv with everything for development
 
@@ -27,6 +27,11 @@ demo: $(VENV)/.core  ## fetch the embedded model, train a head, evaluate it, gen
 
 test: $(VENV)/.installed  ## run all tests (some: make test ARGS="-m 'not slow' tests/heads")
 	$(BIN)/pytest $(ARGS)
+
+test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, about half an hour; its log is tests/matrix.log
+	$(BIN)/pytest -v --no-header -p no:cacheprovider tests/matrix.py > tests/matrix.tmp; \
+	  code=$$?; grep -E 'PASSED|FAILED|ERROR|passed|failed' tests/matrix.tmp \
+	  | sed -E 's/ *\[ *[0-9]+%\]//' > tests/matrix.log; rm tests/matrix.tmp; tail -n 1 tests/matrix.log; exit $$code
 
 lint: $(VENV)/.installed  ## check style and formatting
 	$(BIN)/ruff check .

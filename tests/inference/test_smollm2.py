@@ -17,7 +17,7 @@ from drafthead.inference.drafters import Drafter, HeadDrafter, LookupDrafter
 from drafthead.inference.evaluate import Settings, answer, end_ids
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target, load_target
-from drafthead.inference.tree import Shape
+from drafthead.inference.tree import parse_shape
 from drafthead.train.teacher import OnlineFeatures
 
 pytestmark = pytest.mark.slow
@@ -30,8 +30,8 @@ QUESTIONS = (
 TOKENS = 32
 
 MAKE: dict[str, Callable[[DraftHead], Drafter]] = {
-    "chain": lambda head: HeadDrafter(head, Shape.parse("chain:3")),
-    "tree": lambda head: HeadDrafter(head, Shape.parse("tree:3x4:10")),
+    "chain": lambda head: HeadDrafter(head, parse_shape("chain:3")),
+    "tree": lambda head: HeadDrafter(head, parse_shape("tree:3x4:10")),
     "lookup": lambda head: LookupDrafter(4, longest=3, shortest=2),
 }
 
