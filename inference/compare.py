@@ -31,14 +31,12 @@ from drafthead.inference.evaluate import (
     record,
     text_of,
 )
-from drafthead.inference.grow import drafting
+from drafthead.inference.grow import check_rule_of, drafting
 from drafthead.inference.sibling import load_sibling
 from drafthead.inference.simulate import simulate
 from drafthead.inference.target import Target, load_target
-from drafthead.inference.tree import Shape, Static, parse_shape
+from drafthead.inference.tree import TreeShape, parse_shape
 from drafthead.inference.verify import RULES
-
-TreeShape = Shape | Static
 
 LOOKUP = 8
 """Tokens that prompt lookup proposes."""
@@ -127,7 +125,8 @@ def _simulated(
     answers: Mapping[str, Sequence[Answer]],
 ) -> dict[str, Any]:
     """What the head's first chain should come to on these greedy answers."""
-    chains = [(n, s) for n, s in zip(_names("head", shapes), shapes, strict=True) if s.is_chain]
+    named = zip(_names("head", shapes), shapes, strict=True)
+    chains = [(name, shape) for name, shape in named if shape.is_chain and shape.nodes]
     if not chains or "head" not in heads or asked.settings.temperature > 0:
         return {}
     name, shape = chains[0]
@@ -213,10 +212,7 @@ def check_rule(name: str, shapes: Sequence[TreeShape], *, lossy: bool) -> None:
             else f"rule {name!r} changes the text: ask for it with --lossy, or use 'coupled'"
         )
     for shape in shapes:
-        drawn = rule.needs_proposals and isinstance(shape, Shape)
-        if (rule.chains_only or drawn) and not shape.is_chain:
-            fit = "chain:DEPTH" if rule.chains_only else "chain:DEPTH or static:PATHS"
-            raise ValueError(f"rule {name!r} cannot verify {shape}: use {fit}, or rule 'coupled'")
+        check_rule_of(shape, name)
 
 
 def prompts_of(names: Sequence[str], stage: Callable[[str], None]) -> list[Prompt]:

@@ -41,6 +41,8 @@ class Decoder:
         capacity: int,
     ) -> None:
         """`capacity`: most tokens of a row, prompt and new ones; room for draft nodes is added."""
+        if sampler.noise is not None and len(sampler.noise) < batch:
+            raise ValueError(f"the sampler has noise for {len(sampler.noise)} of {batch} rows")
         self.target = target
         self.sampler = sampler
         self.drafter = drafter
@@ -61,6 +63,8 @@ class Decoder:
             if row.logits is not None:
                 row.logits.append(out.logits[0, 0])
             row.emit([token])
+            # Also of what a run before this one left in the noise.
+            self.sampler.forget(slot, len(row.ids))
             if self.drafter:
                 features = None if out.features is None else out.features[0]
                 self.drafter.start(slot)
@@ -158,11 +162,13 @@ def decode(
 ) -> tuple[list[Row], dict[str, float]]:
     """Decode prompts together; the finished rows, and seconds spent by part.
 
-    Raises ValueError for an empty prompt or one that does not fit the target's context.
+    Raises ValueError for no prompt, an empty one or one that does not fit the target's context.
     """
-    rows = [Row(list(ids), max_new_tokens, stop_at(eos)) for ids in prompts]
+    if not prompts:
+        raise ValueError("there are no prompts: give at least one")
     for ids in prompts:
         check_prompt(target, ids, max_new_tokens)
+    rows = [Row(list(ids), max_new_tokens, stop_at(eos)) for ids in prompts]
     capacity = max(len(ids) for ids in prompts) + max_new_tokens
     decoder = Decoder(target, sampler, drafter, batch=len(rows), capacity=capacity)
     for slot, row in enumerate(rows):

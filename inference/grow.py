@@ -22,7 +22,8 @@ from drafthead.heads.base import DraftHead, HeadState
 from drafthead.inference.costs import Costs, measure, worth_growing, worth_verifying
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape, Static, Tree
+from drafthead.inference.tree import Shape, Static, Tree, TreeShape
+from drafthead.inference.verify import RULES
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ Level = tuple[Tensor, Tensor, Tensor]
 class HeadDrafter:
     """A draft head, or a sibling, growing trees of one shape."""
 
-    def __init__(self, head: DraftHead, shape: Shape | Static, costs: Costs | None = None) -> None:
+    def __init__(self, head: DraftHead, shape: TreeShape, costs: Costs | None = None) -> None:
         """`costs`: of these target and batch, which `auto:` stops by (`costs.measure`).
 
         Raises ValueError for a shape that this head cannot draft, naming the node.
@@ -278,11 +279,12 @@ class HeadDrafter:
         if self.costs is None:
             return True
         count, tokens, spent = self._verified(shape, found, limits)
-        reached = [_mass(level, shape.width) for level in found]
-        before, at = (float(len([x for x in limits if x])), *reached)[-2:]
-        caught = float(found[-1][2].exp().sum()) / before if before else 0.0
+        *above, last = found
+        before = _mass(above[-1], shape.width) if above else float(sum(x > 0 for x in limits))
+        caught = float(last[2].exp().sum()) / before if before else 0.0
+        gain = _mass(last, shape.width) * caught
         seconds = spent + self.costs.verify(count + 1)
-        return worth_growing(at * caught, tokens, seconds, self.costs.step)
+        return worth_growing(gain, tokens, seconds, self.costs.step)
 
     def _verified(
         self, shape: Shape, found: Sequence[Level], limits: Sequence[int]
@@ -316,7 +318,7 @@ class HeadDrafter:
         return trees
 
 
-def drafting(head: DraftHead, shape: Shape | Static, target: Target, batch: int = 1) -> HeadDrafter:
+def drafting(head: DraftHead, shape: TreeShape, target: Target, batch: int = 1) -> HeadDrafter:
     """A drafter of this shape; what an `auto:` tree stops by is measured here first."""
     if not (isinstance(shape, Shape) and shape.by_cost):
         return HeadDrafter(head, shape)
@@ -325,7 +327,7 @@ def drafting(head: DraftHead, shape: Shape | Static, target: Target, batch: int 
     return HeadDrafter(head, shape, costs)
 
 
-def check_shape(shape: Shape | Static, head: DraftHead) -> None:
+def check_shape(shape: TreeShape, head: DraftHead) -> None:
     """Refuse a shape that this head cannot draft, naming the node; ValueError."""
     most, words = head.max_depth, len(head.draft_ids)
     where = f"tree {shape}"
@@ -337,6 +339,15 @@ def check_shape(shape: Shape | Static, head: DraftHead) -> None:
         if isinstance(shape, Static):
             where = f"static tree: node {shape.node_of_rank(words)}"
         raise ValueError(f"{where}: width {shape.width} exceeds the draft vocabulary of {words}")
+
+
+def check_rule_of(shape: TreeShape, name: str) -> None:
+    """Refuse a rule that cannot verify what is drafted in this shape; ValueError."""
+    rule = RULES[name]
+    drawn = rule.needs_proposals and isinstance(shape, Shape)
+    if (rule.chains_only or drawn) and not shape.is_chain:
+        fit = "chain:DEPTH" if rule.chains_only else "chain:DEPTH or static:PATHS"
+        raise ValueError(f"rule {name!r} cannot verify {shape}: use {fit}, or rule 'coupled'")
 
 
 def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

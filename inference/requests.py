@@ -81,11 +81,20 @@ def rows_of(
 ) -> list[Row]:
     """One row per prompt of (B, W) ids, without the padding in front of it.
 
-    Raises ValueError for an empty batch and for padding elsewhere than in front.
+    Raises ValueError for an empty batch, a mask of another shape, and for padding elsewhere than in
+    front.
     """
     batch, width = input_ids.shape
     if not batch:
         raise ValueError("input_ids has no rows: give at least one prompt")
+    # `generate` makes positions of the mask, and may drop the mask.
+    if (mask is not None and mask.shape != input_ids.shape) or (
+        positions is not None and positions.shape[-1] != width
+    ):
+        raise ValueError(
+            "attention_mask or position_ids do not have one entry per token of input_ids, "
+            f"{tuple(input_ids.shape)}: give as many"
+        )
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     if (real[:, :-1] & ~real[:, 1:]).any():
         raise ValueError(
@@ -180,7 +189,8 @@ def output(
     if pad is None:  # as `generate` does
         pad = ends[0] if isinstance(ends, list) and ends else ends
     length = max(len(row.new_ids) for row in rows)
-    new = input_ids.new_full((len(rows), length), 0 if pad is None else int(pad))
+    fill = 0 if pad is None else int(pad)
+    new = input_ids.new_full((len(rows), length), fill, dtype=torch.long)  # whatever the prompt's
     for index, row in enumerate(rows):
         new[index, : len(row.new_ids)] = torch.tensor(row.new_ids)
     sequences = torch.cat([input_ids, new], dim=1)

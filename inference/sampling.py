@@ -121,7 +121,10 @@ class Sampler:
             """(V,) the target's warped logits after the nodes of a path; none of them: the root."""
             at = logits[path[-1] + 1 if path else 0]
             _check_finite(float(at.amax()), path)  # NaN spreads through a maximum
-            return self.warps(at[None], history, [tree.tokens[node] for node in path])[0]
+            scores = self.warps(at[None], history, [tree.tokens[node] for node in path])[0]
+            if noise is not None and self.warps.looks_back:  # no other processor removes all
+                _check_left(float(scores.amax()))
+            return scores
 
         def law_after(path: Sequence[int]) -> Tensor:
             return scores_after(path).softmax(-1)
@@ -209,6 +212,14 @@ def _check_finite(top: float, path: Sequence[int]) -> None:
     """Not finite is an error, never token 0."""
     if not math.isfinite(top):
         raise NotFiniteError(path)
+
+
+def _check_left(top: float) -> None:
+    """Nothing to draw is an error, as in `generate`; greedily the first token is emitted there."""
+    if top == -math.inf:
+        raise UnsupportedSamplingError(
+            "the logits processors leave no token to draw: allow one, or decode greedily"
+        )
 
 
 def _retreat(tree: Tree, error: NotFiniteError) -> Verdict:

@@ -4,6 +4,10 @@ The callable that `speculate` returns has the signature `generate` expects, so l
 stopping criteria, generation configs and `return_dict_in_generate` act as users know them, in
 batches padded on the left too. What cannot be honoured is refused by name (`requests`, `warps`).
 
+Calls on one model take turns, whichever thread they come from: a run listens to the model's layers,
+which would hear another's. A drafter, unlike a head, also keeps what belongs to one run, so give
+each thread its own where they use several models.
+
 Three arguments of `generate` never reach a decoding method, nor does a trace of them: `streamer`
 and `tokenizer`, which `speculate` takes instead, and `assistant_model`.
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -34,15 +39,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.contract import ContractError
+from drafthead.inference.costs import Costs
 from drafthead.inference.decoder import Decoder, check_prompt
 from drafthead.inference.drafters import Drafter, heads_of
-from drafthead.inference.grow import check_shape, drafting
+from drafthead.inference.grow import HeadDrafter, check_rule_of, check_shape, drafting
 from drafthead.inference.noise import Noise
 from drafthead.inference.requests import output, refuse, rows_of
 from drafthead.inference.row import Row
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape, Static, parse_shape
+from drafthead.inference.tree import TreeShape, parse_shape
 from drafthead.inference.verify import RULES
 from drafthead.inference.warps import UnsupportedSamplingError, Warps
 
@@ -60,11 +66,14 @@ class Streamer(Protocol):
 _COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[DraftHead]] = WeakKeyDictionary()
 """Heads whose contract was compared with a model: done once, as it reads all its parameters."""
 
+_TURNS: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
+"""Held while a model is decoded; by the same thread again where a processor decodes, too."""
+
 
 def speculate(
     drafter: DraftHead | Drafter | None,
     *,
-    tree: Shape | Static | str = "chain:4",
+    tree: TreeShape | str = "chain:4",
     rule: str = "coupled",
     lossy: bool = False,
     seed: int | None = None,
@@ -90,10 +99,11 @@ def speculate(
     shape = parse_shape(tree) if isinstance(tree, str) else tree
     if isinstance(drafter, DraftHead):
         check_shape(shape, drafter)
+        check_rule_of(shape, rule)
     elif drafter is not None and not hasattr(drafter, "propose"):
         raise ValueError(f"speculate: give a bound head, a drafter or None, not {drafter!r}")
-    made: dict[int, Drafter | None] = {}
-    """By rows of a batch, for which what an `auto:` tree stops by is measured once."""
+    measured: WeakKeyDictionary[PreTrainedModel, dict[int, Costs | None]] = WeakKeyDictionary()
+    """What an `auto:` tree stops by, once for each model and number of rows."""
 
     def method(
         model: PreTrainedModel,
@@ -105,34 +115,42 @@ def speculate(
         stop_strings: str | list[str] | None = None,
         **prepared: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        with _shown(streamer, input_ids) as show, _evaluating(model):
+        with _shown(streamer, input_ids) as show, _turn(model), _evaluating(model):
+            target = Target(model)
             refuse(generation_config, prepared)
             warps = Warps(logits_processor)
             criteria = [*stopping_criteria, *_stopping_at(stop_strings, tokenizer)]
             mask, positions = prepared.get("attention_mask"), prepared.get("position_ids")
             rows = rows_of(input_ids, mask, positions, criteria, generation_config)
-            target = Target(model)
-            if len(rows) not in made:
-                made[len(rows)] = _made(drafter, shape, target, len(rows))
-            for head in heads_of(made[len(rows)]):
-                _check_fit(head, target)
             for row in rows:
                 check_prompt(target, row.ids, row.limit)
+            drafts = _made(drafter, shape, target, len(rows), measured.setdefault(model, {}))
             sampled = generation_config.do_sample
             noise = _noise(target, len(rows), seed, streams) if sampled else None
-            _run(target, Sampler(warps, noise, rule, lossy), made[len(rows)], rows, show)
+            _run(target, Sampler(warps, noise, rule, lossy), drafts, rows, show)
             return output(rows, input_ids, warps, generation_config)
 
     return method
 
 
 def _made(
-    drafter: DraftHead | Drafter | None, shape: Shape | Static, target: Target, batch: int
+    drafter: DraftHead | Drafter | None,
+    shape: TreeShape,
+    target: Target,
+    batch: int,
+    known: dict[int, Costs | None],
 ) -> Drafter | None:
+    """A head's drafter is made for one run and goes with it, states and all; its costs are kept.
+
+    Heads are compared with the target before any of them is run.
+    """
+    for head in [drafter] if isinstance(drafter, DraftHead) else heads_of(drafter):
+        _check_fit(head, target)
     if not isinstance(drafter, DraftHead):
         return drafter
-    _check_fit(drafter, target)  # before it is run to measure it
-    return drafting(drafter, shape, target, batch)
+    if batch not in known:
+        known[batch] = drafting(drafter, shape, target, batch).costs
+    return HeadDrafter(drafter, shape, known[batch])
 
 
 def _stopping_at(
@@ -192,6 +210,11 @@ def _check_fit(head: DraftHead, target: Target) -> None:
         )
 
 
+def _turn(model: PreTrainedModel) -> RLock:
+    """What to hold while decoding this model."""
+    return _TURNS.setdefault(model, RLock())
+
+
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Leave the model's modules in the mode they were in; decoding is done in eval mode."""
@@ -208,36 +231,34 @@ def _run(
     sampler: Sampler,
     drafter: Drafter | None,
     rows: list[Row],
-    show: Callable[[Sequence[int]], None],
+    show: Callable[[Row], None],
 ) -> None:
     """Decode all rows to their ends, showing the first one's new tokens after each round."""
     capacity = max(len(row.ids) + row.limit for row in rows)
     decoder = Decoder(target, sampler, drafter, batch=len(rows), capacity=capacity)
     for slot, row in enumerate(rows):
         decoder.start(slot, row)
-    show(rows[0].new_ids)
+    show(rows[0])
     while decoder.running:
         decoder.round()
-        show(rows[0].new_ids)
+        show(rows[0])
 
 
 @contextmanager
-def _shown(
-    streamer: Streamer | None, input_ids: Tensor
-) -> Iterator[Callable[[Sequence[int]], None]]:
+def _shown(streamer: Streamer | None, input_ids: Tensor) -> Iterator[Callable[[Row], None]]:
     """Put the prompt (1, W), then those of a row's new tokens that were not put yet, one by one as
     `generate` does; end the streamer in any case.
     """
     if streamer is None:
-        yield lambda new: None
+        yield lambda row: None
         return
     shown = 0
 
-    def show(new: Sequence[int]) -> None:
+    def show(row: Row) -> None:
         nonlocal shown
-        for token in new[shown:]:
+        for token in row.ids[row.prompt + shown :]:
             streamer.put(torch.tensor([token]))
-        shown = len(new)
+        shown = len(row.ids) - row.prompt
 
     try:
         if len(input_ids) > 1:

@@ -5,7 +5,7 @@ pass runs root and nodes together, so row 0 of its input is the root and row i +
 
 Shapes are written so:
 
-    chain:K            one branch of K tokens
+    chain:D            one branch of D tokens
     static:0,1,0.0     these nodes, each the path of ranks that leads to it: the two best tokens,
                        and the best one after the first of them
     tree:DxW:N         best-first: D levels, W nodes expanded a level, the N best of all kept
@@ -119,7 +119,7 @@ def rows_of(trees: Sequence[Tree], roots: Sequence[int]) -> tuple[Tensor, Tensor
 MOST_NODES = 1024
 """Of one tree: its mask alone has as many squared entries."""
 
-WRITTEN = "write chain:K, static:0,1,0.0, tree:DEPTHxWIDTH:NODES or auto:DEPTHxWIDTH:NODES"
+WRITTEN = "write chain:DEPTH, static:0,1,0.0, tree:DEPTHxWIDTH:NODES or auto:DEPTHxWIDTH:NODES"
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,10 @@ class Static:
         return "static:" + ",".join(map(_dotted, self.paths))
 
 
-def parse_shape(text: str) -> Shape | Static:
+TreeShape = Shape | Static
+
+
+def parse_shape(text: str) -> TreeShape:
     """Read a shape, written as the module says; ValueError says what is wrong, and where."""
     if match := re.fullmatch(r"chain:(\d+)", text):
         depth = int(match[1])

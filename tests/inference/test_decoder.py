@@ -248,6 +248,17 @@ def test_f50_the_ratio_rule_uses_each_number_for_one_decision(
     assert not [a for a in noise.asked if a[0] == Purpose.COUPLED]
 
 
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_a_sampler_used_again_draws_the_same_text(
+    target64: Target, head64: DraftHead, rule: str
+) -> None:
+    """Its noise begins anew with every row: else a later round could meet an earlier one's."""
+    sampler = keyed(target64, rule=rule)
+    drafter = HeadDrafter(head64, parse_shape("chain:3"))
+    first, again = (ids_of(target64, [prompt_of(5)], sampler, drafter) for _ in range(2))
+    assert first == again
+
+
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_f57_prompts_of_one_to_three_tokens(
     target64: Target, head64: DraftHead, length: int
@@ -262,3 +273,18 @@ def test_f57_prompts_of_one_to_three_tokens(
 def test_f59_ids_of_another_tokenizer_are_refused(target64: Target, ids: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit the target's vocabulary of 512"):
         decode(target64, [ids], Sampler(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "noise", "tokens", "message"),
+    [
+        ([], 1, 4, "there are no prompts"),
+        ([[5]], 1, -5, "max_new_tokens is -5"),
+        ([[5], [6]], 1, 4, "the sampler has noise for 1 of 2 rows"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_in_one_line(
+    target64: Target, prompts: list[list[int]], noise: int, tokens: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(target64, prompts, keyed(target64, noise), max_new_tokens=tokens)

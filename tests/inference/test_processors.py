@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from calls import generate, own
-from drafts import HalfRight, Oracle, Random, prompt_of
+from drafts import AlwaysWrong, HalfRight, Oracle, Random, prompt_of
 from torch import Tensor
 
 from drafthead.heads.base import DraftHead
@@ -146,6 +146,28 @@ def test_a_prefix_function_is_shown_each_text_once_in_order(target64: Target) ->
         assert [ids.tolist() for ids in kept] == [text[:n] for n in range(2, 14)]
 
 
+def test_what_a_prefix_function_keeps_does_not_change(target64: Target) -> None:
+    """Block verification looks past what it keeps, at texts that then go on otherwise."""
+    shown: list[tuple[Tensor, list[int]]] = []
+
+    def allowed(_: int, ids: Tensor) -> list[int]:
+        shown.append((ids, ids.tolist()))
+        return list(range(512))
+
+    generate(
+        target64,
+        AlwaysWrong([own(target64, PROMPTS[:1])[0].tolist()], 4),
+        PROMPTS[:1],
+        prefix_allowed_tokens_fn=allowed,
+        do_sample=True,
+        temperature=0.05,
+        rule="block",
+        seed=0,
+    )
+    assert len(shown) > 13, "some texts were looked at in vain"
+    assert [ids.tolist() for ids, _ in shown] == [ids for _, ids in shown]
+
+
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 0, "top_p": 0.8}])
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_f52_sampled_text_is_the_seeds_alone_under_a_penalty(
@@ -203,6 +225,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder penalty": ({"encoder_repetition_penalty": 1.2}, "encoder_repetition_penalty"),
     "encoder n-grams": ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size"),
 }
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_f44_nothing_left_to_draw_is_an_error_and_never_token_zero(
+    target64: Target, head64: DraftHead, rule: str
+) -> None:
+    """As in generate itself: at the first token, or after drafted ones were kept."""
+    several = {"bad_words_ids": [[t] for t in range(3, 512)], "no_repeat_ngram_size": 1}
+    for settings in ({"suppress_tokens": list(range(512))}, several):
+        with pytest.raises(UnsupportedSamplingError, match="leave no token to draw"):
+            generate(
+                target64, head64, [prompt_of(4)], do_sample=True, rule=rule, seed=3, **settings
+            )
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -194,6 +194,20 @@ EMPTY: dict[str, tuple[dict[str, Tensor], str]] = {
         },
         "attention_mask hides tokens behind real ones: pad on the left",
     ),
+    "a mask of another length": (
+        {
+            "input_ids": torch.tensor([[4, 5, 6]]),
+            "attention_mask": torch.tensor([[0, 1]]),
+        },
+        r"one entry per token of input_ids, \(1, 3\): give as many",
+    ),
+    "a mask of another length that hides nothing": (
+        {
+            "input_ids": torch.tensor([[4, 5, 6]]),
+            "attention_mask": torch.tensor([[1, 1]]),
+        },
+        r"one entry per token of input_ids, \(1, 3\): give as many",
+    ),
     "a hole": (
         {
             "input_ids": torch.tensor([[4, 5, 0]]),
