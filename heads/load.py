@@ -37,7 +37,7 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead
     if model_type not in known:
         raise ValueError(
             f"{path}: model_type {model_type!r} is no head (known: {', '.join(sorted(known))}); "
-            "checkpoints of other engines go through `drafthead import`"
+            "a causal language model drafts as a sibling: give it with --sibling"
         )
     head_class, config_class = known[model_type]
     shapes = _stored_shapes(folder)
@@ -66,11 +66,15 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead
 
 
 def _known() -> dict[str, tuple[type[DraftHead], type[PreTrainedConfig]]]:
-    """All heads defined so far, with their config classes, by `model_type`."""
+    """All heads defined so far, with their config classes, by `model_type`.
+
+    But for those that are stored as plain models, as a sibling is.
+    """
     found = list(DraftHead.__subclasses__())
     for head in found:  # grows while it is walked
         found += head.__subclasses__()
-    return {h.config_class.model_type: (h, h.config_class) for h in found if h.config_class}
+    own = [head for head in found if head.export is DraftHead.export]
+    return {h.config_class.model_type: (h, h.config_class) for h in own if h.config_class}
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

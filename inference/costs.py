@@ -97,6 +97,7 @@ def measure(
     width: nodes of one draft step; context: committed tokens; most: nodes of the largest tree. Each
     figure is the median of `repeats`; the first run of each is not counted.
     """
+    most = min(most, target.context - 2)  # behind one committed token and the root
     sizes = [size for size in SIZES if size <= most] + [most + 1]
     # A sibling may know fewer positions than its target.
     positions = min(target.context, head.positions or target.context)

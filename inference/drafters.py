@@ -180,17 +180,15 @@ def merge(trees: Sequence[Tree], nodes: int, as_draws: bool = False) -> Tree:
     tokens: list[int] = []
     parents: list[int] = []
     sources: dict[str, None] = {}
-    deepest = max(max(tree.depths) for tree in trees)
-    for depth in range(1, deepest + 1):
-        for tree in trees:
-            for path in (p for p in tree.paths if len(p) == depth):
-                if path[:-1] not in number or (len(tokens) == nodes and path not in number):
-                    continue
-                sources[tree.source] = None
-                if path not in number:
-                    number[path] = len(tokens)
-                    parents.append(number[path[:-1]])
-                    tokens.append(path[-1])
+    pairs = [(path, tree.source) for tree in trees for path in tree.paths]
+    for path, source in sorted(pairs, key=lambda pair: len(pair[0])):
+        if path not in number:
+            if len(tokens) == nodes or path[:-1] not in number:
+                continue
+            number[path] = len(tokens)
+            parents.append(number[path[:-1]])
+            tokens.append(path[-1])
+        sources[source] = None
     return Tree(tokens, parents, source="+".join(sources))
 
 

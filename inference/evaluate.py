@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ class Answer:
     """Wall clock of the rounds; prefill is not in it."""
     cpu_seconds: float
     parts: dict[str, float]
-    logits: list[Tensor] | None = field(default=None, repr=False)
+    gaps: list[float] | None = None
+    """Between the target's two best logits behind each new token, where they were asked for."""
 
     @property
     def new_ids(self) -> list[int]:
@@ -89,12 +90,12 @@ def answer(
     stream: int = 0,
     name: str = "",
     category: str = "",
-    keep_logits: bool = False,
+    keep_gaps: bool = False,
 ) -> Answer:
     """Answer one prompt and time its rounds."""
     limit = settings.max_new_tokens
     check_prompt(target, ids, limit)
-    row = Row(list(ids), limit, stop_at(end_ids(target)), logits=[] if keep_logits else None)
+    row = Row(list(ids), limit, stop_at(end_ids(target)), logits=[] if keep_gaps else None)
     sampler = settings.sampler(stream, target)
     decoder = Decoder(target, sampler, drafter, capacity=len(ids) + limit)
     decoder.start(0, row)
@@ -105,7 +106,13 @@ def answer(
     _settle(target)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     parts = {part: s for part, s in decoder.seconds.items() if part != "prefill"}
-    return Answer(name, category, row.ids, row.prompt, row.rounds, wall, cpu, parts, row.logits)
+    gaps = None if row.logits is None else [_gap(logits) for logits in row.logits]
+    return Answer(name, category, row.ids, row.prompt, row.rounds, wall, cpu, parts, gaps)
+
+
+def _gap(logits: Tensor) -> float:
+    best = logits.float().topk(2).values
+    return float(best[0] - best[1])
 
 
 def end_ids(target: Target) -> list[int]:
@@ -158,7 +165,7 @@ def evaluate(
                         stream=index,
                         name=prompt.id,
                         category=prompt.category,
-                        keep_logits=keep,
+                        keep_gaps=keep,
                     )
                 )
             done += 1
@@ -255,19 +262,18 @@ def agreement(answers: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, A
     """How many answers equal plain's, in the dtype served.
 
     `largest_gap` is the largest one between plain's two best logits where an answer first differs;
-    None where none does or its logits were not kept.
+    None where none does or its gaps were not kept.
     """
     gaps: list[float] = []
     for ours, theirs in zip(answers, plain, strict=True):
-        if ours.new_ids == theirs.new_ids or theirs.logits is None:
+        if ours.new_ids == theirs.new_ids or theirs.gaps is None:
             continue
         first = next(
             i
             for i, pair in enumerate(zip(ours.new_ids, theirs.new_ids, strict=False))
             if len({*pair}) > 1
         )
-        best = theirs.logits[first].float().topk(2).values
-        gaps.append(float(best[0] - best[1]))
+        gaps.append(theirs.gaps[first])
     equal = sum(a.new_ids == p.new_ids for a, p in zip(answers, plain, strict=True))
     return {"equal": equal, "of": len(plain), "largest_gap": max(gaps, default=None)}
 

@@ -114,17 +114,23 @@ def attention_of(model: PreTrainedModel) -> Attention:
             raise UnsupportedTargetError(
                 f"{name}: its forward takes no {needed}, which a tree needs; use another model"
             )
+    decoder = type(model.get_decoder())
+    source = inspect.getsource(decoder.forward)
+    if "cache.layers" in source:  # Dory runs layers again, on copies of their entries
+        raise UnsupportedTargetError(
+            f"{name}: its forward reaches into the cache, which a tree's store cannot follow; "
+            "use another model"
+        )
     if SLIDING not in kinds:
         return Attention((FULL,), None)
     window = getattr(config, "sliding_window", None)
-    decoder = type(model.get_decoder())
     if not window or not hasattr(sys.modules[decoder.__module__], WINDOW_MASK):
         raise UnsupportedTargetError(
             f"{name}: sliding_window is {window}, which its layers use in no known way; "
             "set it to null for full attention, or use another model"
         )
     # transformers' models with several kinds take a mask of each by name, but for a few.
-    if len(kinds) > 1 and "dict" not in inspect.getsource(decoder.forward):
+    if len(kinds) > 1 and "dict" not in source:
         raise UnsupportedTargetError(
             f"{name}: its forward takes one mask for {' and '.join(sorted(kinds))} layers; "
             "use another model"

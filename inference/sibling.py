@@ -356,7 +356,7 @@ def load_sibling(folder: str | Path, target: Target, dtype: str, check: bool = T
 
     Raises as `load_target` and `Sibling.of` do.
     """
-    loaded = load_target(folder, dtype)
+    loaded = load_target(folder, dtype, role="sibling")
     loaded.model.to(target.device)
     return Sibling.of(loaded.model, loaded.tokenizer, target, check)
 

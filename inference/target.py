@@ -9,6 +9,7 @@ Shapes: B batch, T positions, n tokens of one forward, D hidden width, V vocabul
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -192,10 +194,12 @@ class Target:
             yield captured
             return
         check_layers(layers, self.num_layers)
+        here = threading.get_ident()
 
         def keeper(layer: int) -> Callable[[nn.Module, object, Any], None]:
             def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
-                captured[layer] = output[0] if isinstance(output, tuple) else output
+                if threading.get_ident() == here:  # the model may run elsewhere meanwhile
+                    captured[layer] = output[0] if isinstance(output, tuple) else output
 
             return keep
 
@@ -226,9 +230,16 @@ def serving_dtype() -> str:
     return "float32"
 
 
-def load_target(name: str | Path, dtype: str = "float32", revision: str | None = None) -> Target:
-    """Load model and tokenizer of a folder or Hub id; what is missing or broken is one line."""
-    with _loading(str(name)) as path:
+def load_target(
+    name: str | Path, dtype: str = "float32", revision: str | None = None, role: str = "target"
+) -> Target:
+    """Load model and tokenizer of a folder or Hub id; what is missing or broken is one line, which
+    calls them by their role.
+    """
+    with _loading(str(name), role) as path:
+        kind = AutoConfig.from_pretrained(path, revision=revision).model_type
+        if kind.startswith("drafthead_"):
+            raise ValueError("it is a draft head, no causal language model: give it with --head")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=getattr(torch, dtype),
@@ -238,25 +249,27 @@ def load_target(name: str | Path, dtype: str = "float32", revision: str | None =
         model, info = loaded
         if missing := sorted(info["missing_keys"]):  # transformers would leave them random
             raise ValueError(f"its weights lack {len(missing)} tensors, {missing[0]} among them")
-    return Target(model, load_tokenizer(name, revision))
+    return Target(model, load_tokenizer(name, revision, role))
 
 
-def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str | Path, revision: str | None = None, role: str = "target"
+) -> PreTrainedTokenizerBase:
     """Load only the tokenizer, with the same errors."""
-    with _loading(str(name)) as path:
+    with _loading(str(name), role) as path:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, revision=revision)
     return tokenizer
 
 
 @contextmanager
-def _loading(path: str) -> Iterator[str]:
+def _loading(path: str, role: str) -> Iterator[str]:
     if not Path(path).is_dir() and ("/" not in path or path.startswith((".", "/", "~"))):
         raise FileNotFoundError(
-            f"target {path!r}: no such folder, and not a Hub id (ORG/NAME); "
-            "`drafthead fetch-demo DIR` makes the embedded one"
+            f"{role} {path!r}: no such folder, and not a Hub id (ORG/NAME); "
+            "`drafthead fetch-demo DIR` makes the embedded target"
         )
     try:
         yield path
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first = (str(error) or repr(error)).splitlines()[0]
-        raise OSError(f"target {path!r} cannot be loaded: {first}") from error
+        first = (str(error) or repr(error)).splitlines()[0].rstrip(" :")
+        raise OSError(f"{role} {path!r} cannot be loaded: {first}") from error

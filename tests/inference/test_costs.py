@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tiny import tiny_head
+from tiny import tiny_head, tiny_target
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafthead.heads.base import DraftHead
@@ -97,7 +97,11 @@ def test_costs_are_measured_of_heads_and_siblings(target32: Target, batch: int) 
 def test_measuring_stays_within_the_positions_of_both(target32: Target) -> None:
     """Learned positions end at 80: one more would be an index error."""
     config = GPT2Config(vocab_size=512, n_positions=80, n_embd=32, n_layer=1, n_head=2)
+    short = Target(GPT2LMHeadModel(config))
     small = Sibling.of(GPT2LMHeadModel(config), None, target32, check=False)
     for head in (tiny_head(target32.model), small):  # type: ignore[arg-type]
         costs = measure(target32, head, batch=2, context=10_000, most=64, repeats=1)
         assert costs.tokens[-1] == 65
+    large = Sibling.of(tiny_target(num_layers=1), None, short, check=False)
+    for most, longest in ((77, 78), (78, 79), (200, 79)):
+        assert measure(short, large, most=most, repeats=1).tokens[-1] == longest

@@ -91,8 +91,9 @@ def test_lookup_continues_as_the_text_did_after_the_latest_longest_match() -> No
     assert drafter.propose([ids], [2], Sampler())[0].tokens == [4, 5], "no deeper than asked"
     assert drafter.propose([ids], [0], Sampler())[0].tokens == []
     drafter.start(0)
-    drafter.observe(0, [7, 8], None)
-    assert drafter.propose([[7, 8]], [9], Sampler())[0].tokens == [], "a new row knows nothing"
+    ids = [*range(20, 31), 7, 8]
+    drafter.observe(0, ids, None)
+    assert drafter.propose([ids], [9], Sampler())[0].tokens == [], "a new row knows nothing"
 
 
 def test_lookup_is_sure_of_its_longest_n_gram_only() -> None:

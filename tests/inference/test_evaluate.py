@@ -326,12 +326,11 @@ def test_a_difference_from_plain_is_counted_with_its_gap(
     chatting: Target, trained: DraftHead
 ) -> None:
     """Plain's top-two gap where the texts first part; here made by another head of logits."""
-    plain = answer(chatting, None, [4, 5, 6], SETTINGS, keep_logits=True)
+    plain = answer(chatting, None, [4, 5, 6], SETTINGS, keep_gaps=True)
     other = Answer(**{**vars(plain), "ids": list(plain.ids)})
     other.ids[3 + 2] = (other.ids[3 + 2] + 1) % 512
     made = record("x", [other, plain], [plain, plain], None)
-    assert plain.logits is not None
-    best = plain.logits[2].topk(2).values
+    best = chatting.model(torch.tensor([plain.ids[:5]])).logits[0, -1].topk(2).values
     gap = float(best[0] - best[1])
     assert made["agreement"] == {"equal": 1, "of": 2, "largest_gap": pytest.approx(gap)}
     assert made["identical"] is None

@@ -10,10 +10,11 @@ import pytest
 import torch
 from drafts import endless, ids_of, keyed, own_greedy, prompt_of, rows_of_run
 from families import EAGER_ONLY, FAMILIES, TOLERANCE
-from tiny import tiny_target, tiny_tokenizer
+from tiny import tiny_head, tiny_target, tiny_tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, PreTrainedModel
 
+from drafthead.heads import load_head
 from drafthead.heads.contract import ContractError, describe
 from drafthead.inference.decoder import decode
 from drafthead.inference.drafters import LookupDrafter, MergedDrafter
@@ -141,6 +142,19 @@ def test_f53_drafts_of_ragged_rows_equal_those_of_each_row_alone(
         (alone,) = proposals(drafter, [text], sampler([row]))
         assert (alone.tokens, alone.parents) == (together[row].tokens, together[row].parents)
     assert {tree.source for tree in together} == {"sibling"}
+
+
+def test_f53_a_row_begun_anew_drafts_as_if_it_were_the_first(target64: Target) -> None:
+    """Longer than what was there, and shorter; the row beside it goes on."""
+    drafter = HeadDrafter(half_right(target64), parse_shape("tree:3x3:8"))
+    texts = [prompt_of(22), prompt_of(6)]
+    for length in (9, 40):
+        anew = prompt_of(length, seed=1)
+        proposals(drafter, texts)
+        drafter.start(0)
+        drafter.observe(0, anew, None)
+        again = drafter.propose([anew, texts[1]], [9, 9], Sampler())
+        assert again == [*proposals(drafter, [anew]), *proposals(drafter, texts[1:])]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -303,5 +317,17 @@ def test_a_folder_is_loaded_as_a_sibling(tmp_path: Path) -> None:
     sibling = load_sibling(tmp_path / "small", target, "float64")
     assert sibling.lm.dtype == torch.float64
     assert not sibling.training
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(OSError, match=r"sibling '.*nowhere': no such folder"):
         load_sibling(tmp_path / "nowhere", target, "float64")
+
+
+def test_a_head_is_no_sibling_nor_a_sibling_a_head(tmp_path: Path) -> None:
+    """Each says where it goes."""
+    target = Target(endless(), tiny_tokenizer())
+    tiny_head(endless()).save_pretrained(tmp_path / "head")
+    with pytest.raises(OSError, match=r"sibling '.*head' .*it is a draft head, .* with --head$"):
+        load_sibling(tmp_path / "head", target, "float32")
+    Sibling.of(endless(num_layers=2), tiny_tokenizer(), target).save_pretrained(tmp_path / "small")
+    known = r"\(known: (?!.*sibling\b.*\)).*drafthead_eagle3.*\)"
+    with pytest.raises(ValueError, match=rf"'llama' is no head {known}; .* with --sibling$"):
+        load_head(tmp_path / "small")
