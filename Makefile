@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: help setup demo test test-matrix lint format typecheck bench clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 setup: $(VENV)/.installed  ## make .venv with everything for development
 
@@ -29,9 +29,9 @@ test: $(VENV)/.installed  ## run all tests (some: make test ARGS="-m 'not slow' 
 	$(BIN)/pytest $(ARGS)
 
 test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, about half an hour; its log is tests/matrix.log
-	$(BIN)/pytest -v --no-header -p no:cacheprovider tests/matrix.py > tests/matrix.tmp; \
-	  code=$$?; grep -E 'PASSED|FAILED|ERROR|passed|failed' tests/matrix.tmp \
-	  | sed -E 's/ *\[ *[0-9]+%\]//' > tests/matrix.log; rm tests/matrix.tmp; tail -n 1 tests/matrix.log; exit $$code
+	code=0; $(BIN)/pytest -v --no-header -p no:cacheprovider tests/matrix.py | tee tests/matrix.tmp || code=$$?; \
+	  sed -nE '/PASSED|FAILED|ERROR|passed|failed/ { s/ *\[ *[0-9]+%\]//; s/ in [0-9.]+s.*//; p }' \
+	  tests/matrix.tmp > tests/matrix.log; rm tests/matrix.tmp; exit $$code
 
 lint: $(VENV)/.installed  ## check style and formatting
 	$(BIN)/ruff check .

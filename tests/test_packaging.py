@@ -184,6 +184,36 @@ def test_constraints_cover_the_direct_dependencies() -> None:
     assert wanted <= {key(line) for line in pinned}
 
 
+def test_the_matrix_leaves_its_log_and_exit_code_when_a_cell_fails(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "tests").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.core", ".venv/.installed"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    stand_in = tmp_path / ".venv/bin/pytest"
+    stand_in.parent.mkdir()
+    lines = (
+        "tests/matrix.py::test_a[one]" + " " * 20 + "FAILED  [ 50%]",
+        "tests/matrix.py::test_a[two]" + " " * 20 + "PASSED  [100%]",
+        "E   AssertionError: why",
+        "===== 1 failed, 1 passed in 12.34s (0:00:12) =====",
+    )
+    stand_in.write_text(f"#!/bin/sh\ncat <<END\n{chr(10).join(lines)}\nEND\nexit 1\n")
+    stand_in.chmod(0o755)
+    done = subprocess.run(["make", "test-matrix"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "why" in done.stdout
+    assert (tmp_path / "tests/matrix.log").read_text().splitlines() == [
+        "tests/matrix.py::test_a[one]" + " " * 20 + "FAILED",
+        "tests/matrix.py::test_a[two]" + " " * 20 + "PASSED",
+        "===== 1 failed, 1 passed",
+    ]
+    assert not (tmp_path / "tests/matrix.tmp").exists()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    shown = subprocess.run(["make", "help"], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert re.findall(r"^  make (\S+)  +\S", shown, flags=re.MULTILINE) == targets
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_each_file_of_the_packages_and_no_other(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:

@@ -19,6 +19,7 @@ from drafthead.train import terminal
 from drafthead.train.terminal import advising, bars, counting, say
 
 if TYPE_CHECKING:
+    from drafthead.inference.evaluate import Settings
     from drafthead.inference.stream import Stream
     from drafthead.inference.target import Target
 
@@ -30,13 +31,13 @@ app = typer.Typer(
 
 TargetOption = Annotated[str, typer.Option("--target", help="Hub id, folder, or `embedded`.")]
 HeadOption = Annotated[
-    Path | None, typer.Option("--head", help="Folder of a trained head; none: without.")
+    Path | None, typer.Option("--head", help="Folder of a trained head that drafts.")
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 SiblingOption = Annotated[
     str | None, typer.Option("--sibling", help="Folder or Hub id of a smaller model that drafts.")
 ]
-TREES = "chain:DEPTH, static:PATHS, tree:DEPTHxWIDTH:NODES or auto:DEPTHxWIDTH:NODES"
+TREES = "chain:4, static:0,1,0.0 (paths), tree:4x4:12 (depth x width:nodes) or auto:4x4:12"
 TreeOption = Annotated[str, typer.Option(help=f"{TREES}.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 SeedOption = Annotated[int, typer.Option(help="Keys the noise: same seed, same text.")]
@@ -45,6 +46,8 @@ RuleOption = Annotated[
 ]
 LossyOption = Annotated[bool, typer.Option("--lossy", help="Allow a rule that changes the text.")]
 
+CHAIN, COUPLED = "chain:3", "coupled"
+"""Tree and rule where none is asked for."""
 AGAIN = "the same command continues where it was"
 
 
@@ -115,7 +118,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="Continue the run in `out`.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a head; several processes go through `accelerate launch -m drafthead.train`.
+    """Train a head or sibling; several processes go through `accelerate launch -m drafthead.train`.
 
     Example: drafthead train --config smollm2-eagle3 training.max_minutes=20 out=runs/mine
     """
@@ -154,7 +157,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    rule: RuleOption = "coupled",
+    rule: RuleOption = COUPLED,
     lossy: LossyOption = False,
     seed: SeedOption = 0,
     profile: Annotated[bool, typer.Option(help="Also show a round by part.")] = False,
@@ -179,11 +182,15 @@ def evaluate(
         head=head,
         sibling=sibling,
         prompts=tuple(prompts or ["samples/test"]),
-        trees=tuple(tree or ["chain:3"]),
+        trees=tuple(tree or [CHAIN]),
         limit=limit,
         identity=identity,
         settings=Settings(max_new_tokens, temperature, top_k, top_p, seed, rule, lossy),
     )
+    _tell_idle(asked.settings)
+    if head is None and sibling is None:
+        idle = "; --tree has no effect" if tree else ""
+        say(f"no --head and no --sibling: only prompt lookup drafts{idle}")
     with bars() as shown:
         result = compare(asked, progress=counting(shown, "evaluating"), stage=say)
     if result["lossy"]:
@@ -206,12 +213,12 @@ def generate(
     ] = None,
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
-    tree: TreeOption = "chain:3",
+    tree: TreeOption = CHAIN,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    rule: RuleOption = "coupled",
+    rule: RuleOption = COUPLED,
     lossy: LossyOption = False,
     seed: SeedOption = 0,
     marks: Annotated[bool, typer.Option(help="Mark drafted text by colour.")] = True,
@@ -234,6 +241,11 @@ def generate(
     if head is not None and sibling is not None:
         raise ValueError("--head and --sibling: one of them drafts; give one")
     settings = Settings(max_new_tokens, temperature, top_k, top_p, seed, rule, lossy)
+    _tell_idle(settings)
+    if head is None and sibling is None:
+        if tree != CHAIN or rule != COUPLED:
+            say("no --head and no --sibling: --tree, --rule and --lossy have no effect")
+        lossy = False
     model, heads = models(Comparison(_target_folder(target), dtype, head, sibling), dtype)
     assert model.tokenizer is not None
     chat = ChatFormat(model.tokenizer, template_of(heads))
@@ -311,6 +323,19 @@ def _dtype(name: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"--dtype {name!r}: choose auto, {', '.join(DTYPES)}")
     return name
+
+
+def _tell_idle(settings: Settings) -> None:
+    """Say which options a temperature of 0 leaves nothing to act on."""
+    given = {
+        f"--rule {settings.rule}": settings.rule in ("rejection", "block"),
+        "--top-k": settings.top_k > 0,
+        "--top-p": settings.top_p < 1,
+        "--seed": settings.seed != 0,
+    }
+    idle = ", ".join(name for name, was in given.items() if was)
+    if settings.temperature == 0 and idle:
+        say(f"{idle}: no effect at temperature 0")
 
 
 def _target(name: str, dtype: str) -> Target:

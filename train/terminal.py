@@ -65,11 +65,11 @@ def profile(records: Mapping[str, Any], remark: bool) -> None:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], remark: bool) -> None:
     # A file or a pipe has no width that the table would have to fit.
-    width = None if sys.stdout.isatty() else 160
+    width = None if (sys.stderr if remark else sys.stdout).isatty() else 160
     shown = Table(*header)
     for row in rows:
         shown.add_row(*row)
-    (notes if remark else Console(width=width, markup=False)).print(shown)
+    Console(stderr=remark, width=width, markup=False).print(shown)
 
 
 @contextmanager

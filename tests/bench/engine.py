@@ -54,10 +54,11 @@ class Run:
     rounds: int
     cpu_seconds: float
     seconds: float
+    ids: list[int]
 
 
-Side = Callable[[list[int]], tuple[int, int, float, float]]
-"""Prompt ids → tokens and rounds, CPU and wall seconds of the rounds."""
+Side = Callable[[list[int]], tuple[int, int, float, float, list[int]]]
+"""Prompt ids → tokens and rounds, CPU and wall seconds of the rounds, and the text's ids."""
 
 
 def main() -> None:
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--categories", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sides", nargs="*", help="only these, beside plain")
     parser.add_argument("--aliens", action="store_true", help="also drafters that do not fit")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
@@ -79,6 +81,8 @@ def main() -> None:
     sides = line_up(target, asked.head, asked.sibling, asked.new_tokens)
     if asked.aliens:
         sides |= aliens(target, asked.head, asked.new_tokens)
+    if asked.sides:
+        sides = {name: sides[name] for name in ("plain", *asked.sides)}
     runs = list(measure(target, prompts, sides, asked.repeats))
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps([asdict(run) for run in runs], indent=1))
@@ -140,9 +144,10 @@ def ours(target: Target, drafted: Drafter | None, tokens: int) -> Side:
     """A side of our own loop."""
     settings = Settings(max_new_tokens=tokens)
 
-    def run(ids: list[int]) -> tuple[int, int, float, float]:
+    def run(ids: list[int]) -> tuple[int, int, float, float, list[int]]:
         given = answer(target, drafted, ids, settings)
-        return given.timed_tokens, len(given.rounds), given.cpu_seconds, given.seconds
+        spent = given.cpu_seconds, given.seconds
+        return given.timed_tokens, len(given.rounds), *spent, given.new_ids
 
     return run
 
@@ -150,7 +155,7 @@ def ours(target: Target, drafted: Drafter | None, tokens: int) -> Side:
 def theirs(target: Target, tokens: int) -> Side:
     """Transformers' assisted decoding with prompt lookup."""
 
-    def generate(ids: list[int], new: int) -> tuple[int, float, float]:
+    def generate(ids: list[int], new: int) -> tuple[list[int], float, float]:
         prompt = torch.tensor([ids])
         wall, cpu = time.perf_counter(), time.process_time()
         out = target.model.generate(
@@ -161,13 +166,13 @@ def theirs(target: Target, tokens: int) -> Side:
             prompt_lookup_num_tokens=LOOKUP,
         )
         spent = time.process_time() - cpu, time.perf_counter() - wall
-        return out.shape[1] - len(ids), *spent
+        return out[0, len(ids) :].tolist(), *spent
 
-    def run(ids: list[int]) -> tuple[int, int, float, float]:
+    def run(ids: list[int]) -> tuple[int, int, float, float, list[int]]:
         _, cpu_first, wall_first = generate(ids, 1)
         with counted(target) as calls:
             new, cpu, wall = generate(ids, tokens)
-        return new - 1, calls[0] - 1, cpu - cpu_first, wall - wall_first
+        return len(new) - 1, calls[0] - 1, cpu - cpu_first, wall - wall_first, new
 
     return run
 
@@ -208,11 +213,14 @@ def measure(
 
 
 def show(runs: Sequence[Run]) -> None:
-    """A Markdown table: tau, then tokens per CPU second relative to plain; by category behind."""
+    """A Markdown table: speed in CPU time relative to plain, tau, and how many texts equal plain's;
+    by category behind.
+    """
     categories = list(dict.fromkeys(run.category for run in runs))
     plain = [run for run in runs if run.side == "plain"]
-    print(f"| side | tokens/s | CPU | repeats | wall | tau | {' | '.join(categories)} |")
-    print(f"|{'---|' * (6 + len(categories))}")
+    print(f"| side | tokens/s | CPU | repeats | wall | tau | equal | {' | '.join(categories)} |")
+    print(f"|{'---|' * (7 + len(categories))}")
+    texts = {(run.prompt, run.repeat): run.ids for run in plain}
     for side in dict.fromkeys(run.side for run in runs):
         own = [run for run in runs if run.side == side]
         repeats = sorted({run.repeat for run in own})
@@ -220,19 +228,19 @@ def show(runs: Sequence[Run]) -> None:
             speed([r for r in own if r.repeat == n]) / speed([r for r in plain if r.repeat == n])
             for n in repeats
         ]
-        cells = [
-            f"{tau(mine):.2f}, {speed(mine) / speed(base):.2f} x"
-            for c in categories
-            for mine, base in [
-                [[r for r in side_runs if r.category == c] for side_runs in (own, plain)]
-            ]
-        ]
+        cells = [by_category(own, plain, category) for category in categories]
+        equal = sum(run.ids == texts[run.prompt, run.repeat] for run in own)
         wall = speed(own, wall=True) / speed(plain, wall=True)
         spread_ = f"{min(ratios):.2f}–{max(ratios):.2f}"
         print(
             f"| {side} | {speed(own):.1f} | {median(ratios):.2f} x | {spread_} | {wall:.2f} x "
-            f"| {tau(own):.2f} | {' | '.join(cells)} |"
+            f"| {tau(own):.2f} | {equal} of {len(own)} | {' | '.join(cells)} |"
         )
+
+
+def by_category(own: Sequence[Run], plain: Sequence[Run], category: str) -> str:
+    mine, base = ([r for r in runs if r.category == category] for runs in (own, plain))
+    return f"{tau(mine):.2f}, {speed(mine) / speed(base):.2f} x"
 
 
 def speed(runs: Sequence[Run], *, wall: bool = False) -> float:

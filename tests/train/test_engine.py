@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_runs import MakeConfig, events
 
 from drafthead import configs
@@ -18,7 +19,7 @@ from drafthead.train.checkpoint import Checkpoint, load_checkpoint
 from drafthead.train.config import RunConfig
 from drafthead.train.engine import wants_bf16
 from drafthead.train.loop import run
-from drafthead.train.result import Tick
+from drafthead.train.result import Progress, Tick
 
 BIN = Path(sys.executable).parent
 PRESETS = Path(configs.__file__).resolve().parent
@@ -93,6 +94,16 @@ def single(make_config: MakeConfig, tmp_path: Path) -> RunConfig:
     return config
 
 
+def stop_at(step: int) -> Progress:
+    """A progress callback that presses Ctrl-C after so many steps."""
+
+    def stop(tick: Tick) -> None:
+        if tick.step == step:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def two_processes(single: RunConfig, out: Path) -> RunConfig:
     training = single.training.model_copy(update={"accumulate": 1})
     return single.model_copy(update={"training": training, "out": out})
@@ -116,16 +127,35 @@ def test_two_zero2_processes_equal_accumulation_and_continue_what_one_process_be
     assert_equal_runs(single, config, 20)
 
     begun = single.model_copy(update={"out": tmp_path / "handed-over"})
-
-    def stop(tick: Tick) -> None:
-        if tick.step == 10:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(begun, progress=stop)
+        run(begun, progress=stop_at(10))
     assert last(begun).state.step == 10
     launch(ZERO2, two_processes(single, begun.out), tmp_path, "--resume")
     assert_equal_runs(single, begun, 20)
+
+
+@pytest.mark.slow
+def test_two_zero2_processes_continue_a_sibling_whose_rows_are_frozen(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Its tied embedding and output rows, in bf16, are neither sharded nor moved (F29, F33)."""
+    pytest.importorskip("deepspeed")
+    training = {"max_steps": 7, "accumulate": 2, "tokens_per_batch": 160, "precision": "bf16"}
+    head = {"type": "sibling", "keep_layers": 2}
+    config = make_config(out=str(tmp_path / "single"), head=head, training=training)
+    run(config)
+    assert len({event["epoch"] for event in events(config.out)}) > 1, "a rank had no batch once"
+    begun = config.model_copy(update={"out": tmp_path / "handed-over"})
+    with pytest.raises(KeyboardInterrupt):
+        run(begun, progress=stop_at(3))
+    launch(ZERO2, two_processes(config, begun.out), tmp_path, "--resume")
+    assert_equal_runs(config, begun, 7)
+    rows = [load_file(c.out / "head/model.safetensors") for c in (config, begun)]
+    rows.append(load_file(Path(config.target.name) / "model.safetensors"))
+    # What was computed with is what is stored.
+    one, two, target = (tensors["model.embed_tokens.weight"] for tensors in rows)
+    assert torch.equal(one, target.bfloat16().to(one.dtype))
+    assert torch.equal(two, one)
 
 
 def test_precision_auto_follows_the_device() -> None:

@@ -224,7 +224,7 @@ def test_small_updates_are_not_lost_in_bf16(make_config: MakeConfig, tmp_path: P
             data={"train": str(tmp_path / "one.jsonl"), "heldout": ()},
             optimiser={"lr": 1e-4},
             schedule={"kind": "constant", "warmup_steps": 0},
-            training={"max_steps": 400, "epochs": None, "precision": precision},
+            training={"max_steps": 150, "epochs": None, "precision": precision},
         )
         run(config)
         checkpoint = load_checkpoint(config.out / "checkpoints/last.safetensors")

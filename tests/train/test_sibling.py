@@ -55,7 +55,21 @@ def test_a_sibling_of_all_layers_is_the_target(name: str) -> None:
         torch.testing.assert_close(head.lm(ids).logits, expected, atol=1e-5, rtol=1e-5)
         shorter = cut(target, 2).lm.train(False)
         assert shorter.config.num_hidden_layers == 2
+        if kinds := getattr(target.config, "layer_types", None):
+            assert shorter.config.layer_types == kinds[:2]
         assert not torch.allclose(shorter(ids).logits, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-neox", "gpt2"])
+def test_it_starts_with_logits_scaled_down_and_ends_texts_as_the_target_does(name: str) -> None:
+    """Whatever the final norm is: with a bias, or with weights that count from one."""
+    target = FAMILIES[name]()
+    target.generation_config.eos_token_id = [7, 9]
+    head = cut(target, 3, scale=0.5).train(False)
+    ids = torch.randint(3, 512, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(head.lm(ids).logits, 0.5 * target(ids).logits)
+    assert head.lm.generation_config.eos_token_id == [7, 9]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,0 +1,84 @@
+"""Options of the command beside a head: a sibling, no drafter at all, rules, and idle settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import Call, Place, assert_one_line
+
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture
+def evaluate(place: Place) -> list[object]:
+    command: list[object] = ["evaluate", "--target", place.target, "--dtype", "float32"]
+    return [*command, "--prompts", place.prompts, "--limit", 2, "--max-new-tokens", 6]
+
+
+@pytest.fixture
+def generate(place: Place) -> list[object]:
+    command: list[object] = ["generate", "--target", place.target, "--dtype", "float32"]
+    return [*command, "--prompt", QUESTION, "--max-new-tokens", 12]
+
+
+def test_evaluate_without_head_and_sibling_measures_lookup_and_says_so(
+    evaluate: list[object], call: Call, tmp_path: Path
+) -> None:
+    out = tmp_path / "result.json"
+    done = call(*evaluate, "--identity", 1, "--json", "--profile", "--out", out)
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert json.loads(out.read_text()) == result
+    assert list(result["records"]) == ["plain", "lookup"]
+    assert result["records"]["lookup"]["identical"]["equal"] == 1
+    assert "no --head and no --sibling: only prompt lookup drafts\n" in done.err
+    assert "ms of a round" in done.err, "the heading stays on one line where nothing is narrow"
+    told = call(*evaluate, "--identity", 0, "--tree", "tree:2x2:4").err
+    assert "only prompt lookup drafts; --tree has no effect\n" in told
+
+
+def test_what_nothing_drafts_or_temperature_0_leaves_without_effect_is_told(
+    place: Place, generate: list[object], call: Call
+) -> None:
+    plain = call(*generate)
+    assert "effect" not in plain.err
+    idle = call(*generate, "--head", place.head, "--rule", "block", "--top-p", 0.5, "--seed", 1)
+    assert idle.err.startswith("--rule block, --top-p, --seed: no effect at temperature 0\n")
+    assert idle.out == plain.out
+    warm = call(*generate, "--head", place.head, "--rule", "block", "--temperature", 1)
+    assert "effect" not in warm.err
+    alone = call(*generate, "--rule", "typical", "--lossy", "--tree", "tree:2x2:4")
+    assert alone.err.startswith("no --head and no --sibling: --tree, --rule and --lossy have no")
+    assert "; lossy" not in alone.err
+    assert alone.out == plain.out
+
+
+def test_a_lossy_rule_is_asked_for_and_marked_in_every_output(
+    place: Place, generate: list[object], evaluate: list[object], call: Call
+) -> None:
+    typical: list[object] = ["--head", place.head, "--rule", "typical"]
+    assert_one_line(call(*generate, *typical), ["'typical'", "ask for it with --lossy"])
+    assert_one_line(call(*generate, "--lossy"), ["'coupled' is exact", "leave --lossy out"])
+    assert "; lossy: not the target's own text" in call(*generate, *typical, "--lossy").err
+    assert json.loads(call(*generate, *typical, "--lossy", "--json").out)["lossy"] is True
+    assert json.loads(call(*generate, "--json").out)["lossy"] is False
+    done = call(*evaluate, *typical, "--lossy")
+    assert "head (lossy)" in done.out
+    assert done.err.startswith("lossy: rule 'typical'")
+
+
+def test_a_sibling_drafts_the_targets_own_text(
+    place: Place, generate: list[object], evaluate: list[object], call: Call
+) -> None:
+    """The target itself is a sibling of which every draft is kept."""
+    drafted = json.loads(call(*generate, "--sibling", place.target, "--json").out)
+    plain = json.loads(call(*generate, "--json").out)
+    assert drafted["text"] == plain["text"]
+    assert drafted["tau"] > 2 > plain["tau"] == 1
+    both: list[object] = ["--head", place.head, "--sibling", place.target]
+    assert_one_line(call(*generate, *both), ["--head and --sibling", "give one"])
+    result = json.loads(call(*evaluate, *both, "--identity", 1, "--json").out)
+    assert list(result["records"]) == ["plain", "lookup", "head", "sibling", "merged"]
+    assert all(r["identical"]["equal"] == 1 for n, r in result["records"].items() if n != "plain")
