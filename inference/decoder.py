@@ -7,8 +7,11 @@ yet. The drafter proposes a tree below it: `on` with children `the` and `a`, and
 drafted, so the round ends and `mat` is emitted too: three tokens for one forward, `on a mat`. The
 store keeps the slots of `sat on a` and drops `down the`; `mat` is the next root.
 
-Nothing drafted can change the text: each emitted token is the target's own choice given the tokens
-before it (`verify`).
+Greedy or coupled, nothing drafted can change the text: each emitted token is the target's own
+choice given the tokens before it. Ratio rules keep the law of that choice instead (`verify`).
+
+Near the end a draft gets shorter, as the text needs one token of the target's own; a row that is
+done stays in the batch without a draft. The time of a round grows with the text in attention only.
 """
 
 from __future__ import annotations
