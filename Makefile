@@ -49,6 +49,9 @@ typecheck: $(VENV)/.installed  ## check types
 
 bench: $(VENV)/.installed  ## train longer and measure, into runs/bench
 	$(BIN)/python tests/bench/bench.py --out runs/bench
+	$(BIN)/python tests/bench/engine.py --head runs/bench/train/head --out runs/bench/engine.json
+	$(BIN)/python tests/bench/rules.py --head runs/bench/train/head
+	$(BIN)/python tests/bench/overhead.py
 
 clean:  ## remove what builds and checks leave; .venv and runs stay
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,9 +27,10 @@ from drafthead.train.loop import run
 from drafthead.train.record import RunFolder
 
 STAGES = {
-    "greedy": (("chain:1", "chain:3", "tree:3x3:8"), 0.0, "coupled"),
-    "coupled": (("chain:3",), 1.0, "coupled"),
-    "rejection": (("chain:3",), 1.0, "rejection"),
+    "greedy": (("auto:4x4:12", "tree:3x3:8", "chain:3", "chain:1"), 0.0, "coupled"),
+    "coupled": (("auto:4x4:12", "chain:3"), 1.0, "coupled"),
+    "rejection": (("chain:3", "static:0,1,0.0,0.1,1.0,0.0.0"), 1.0, "rejection"),
+    "block": (("chain:3",), 1.0, "block"),
 }
 """Trees (the first one also serves in the merged drafter), temperature and rule."""
 
