@@ -28,10 +28,11 @@ demo: $(VENV)/.core  ## fetch the embedded model, train a head, evaluate it, gen
 test: $(VENV)/.installed  ## run all tests (some: make test ARGS="-m 'not slow' tests/heads")
 	$(BIN)/pytest $(ARGS)
 
-test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, about half an hour; its log is tests/matrix.log
-	code=0; $(BIN)/pytest -v --no-header -p no:cacheprovider tests/matrix.py | tee tests/matrix.tmp || code=$$?; \
+test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, some ten minutes; its log is tests/matrix.log
+	mkdir -p build
+	code=0; $(BIN)/pytest -v --no-header -p no:cacheprovider tests/matrix.py | tee build/matrix.tmp || code=$$?; \
 	  sed -nE '/PASSED|FAILED|ERROR|passed|failed/ { s/ *\[ *[0-9]+%\]//; s/ in [0-9.]+s.*//; p }' \
-	  tests/matrix.tmp > tests/matrix.log; rm tests/matrix.tmp; exit $$code
+	  build/matrix.tmp > tests/matrix.log; rm build/matrix.tmp; exit $$code
 
 lint: $(VENV)/.installed  ## check style and formatting
 	$(BIN)/ruff check .

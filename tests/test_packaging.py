@@ -208,7 +208,7 @@ def test_the_matrix_leaves_its_log_and_exit_code_when_a_cell_fails(tmp_path: Pat
         "tests/matrix.py::test_a[two]" + " " * 20 + "PASSED",
         "===== 1 failed, 1 passed",
     ]
-    assert not (tmp_path / "tests/matrix.tmp").exists()
+    assert not (tmp_path / "build/matrix.tmp").exists()
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     shown = subprocess.run(["make", "help"], cwd=tmp_path, capture_output=True, text=True).stdout
     assert re.findall(r"^  make (\S+)  +\S", shown, flags=re.MULTILINE) == targets
