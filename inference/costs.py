@@ -82,6 +82,34 @@ def worth_growing(gain: float, tokens: float, seconds: float, step: float) -> bo
     return gain * seconds > tokens * step
 
 
+class Payoff:
+    """Whether drafting pays at all: where recent drafts promised less than plain decoding gives,
+    rounds go without one, and now and then one is drafted to see whether that has changed.
+    """
+
+    REST = 8
+    """Rounds without a draft at a time."""
+    FADE = 0.9
+    """Weight of what earlier drafts promised."""
+
+    def __init__(self) -> None:
+        self._promise = 1.1  # over plain: some drafts are tried before the first rest
+        self._rest = 0
+
+    def resting(self) -> bool:
+        """Whether to leave out this round's draft."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        return True
+
+    def note(self, rate: float, plain: float) -> None:
+        """Take what a draft promised and what plain decoding gives, in tokens per second."""
+        self._promise = self.FADE * self._promise + (1 - self.FADE) * rate / plain
+        if self._promise < 1:
+            self._rest = self.REST
+
+
 def measure(
     target: Target,
     head: DraftHead,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from drafthead.heads.base import DraftHead, HeadState
-from drafthead.inference.costs import Costs, measure, worth_growing, worth_verifying
+from drafthead.inference.costs import Costs, Payoff, measure, worth_growing, worth_verifying
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target
 from drafthead.inference.tree import Shape, Static, Tree, TreeShape
@@ -65,6 +65,7 @@ class HeadDrafter:
         self._features: list[list[Tensor]] = [[] for _ in range(batch)]
         self._pending: list[list[int]] = [[] for _ in range(batch)]
         self._seen = [0] * batch
+        self._payoff = Payoff()
 
     def start(self, row: int) -> None:
         self._state.start(row)
@@ -94,7 +95,7 @@ class HeadDrafter:
             )
         positions = [len(row) for row in ids]
         limits = [self._limit(*row) for row in zip(positions, depths, strict=True)]
-        if max(limits, default=0) < 1:
+        if max(limits, default=0) < 1 or self._payoff.resting():
             return [Tree()] * len(ids)
         logits = self._extend([self.head.goes_on or self._room(p) > 0 for p in positions])
         if isinstance(self.shape, Static):
@@ -299,7 +300,12 @@ class HeadDrafter:
         return count, rows + sum(by_rank[:count]), spent
 
     def _best(self, shape: Shape, found: Sequence[Level], limits: Sequence[int]) -> list[Tree]:
-        count = shape.nodes if self.costs is None else self._verified(shape, found, limits)[0]
+        count = shape.nodes
+        if self.costs is not None:
+            count, promised, spent = self._verified(shape, found, limits)
+            rows = sum(limit > 0 for limit in limits)
+            rate = promised / (spent + self.costs.verify(count + 1))
+            self._payoff.note(rate, rows / self.costs.verify(1))
         tokens, owners, values = (torch.cat(part, dim=1) for part in zip(*found, strict=True))
         order = values.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
         possible = (values.gather(1, order) > -torch.inf).tolist()

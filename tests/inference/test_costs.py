@@ -9,7 +9,13 @@ from tiny import tiny_head, tiny_target
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafthead.heads.base import DraftHead
-from drafthead.inference.costs import Costs, measure, worth_growing, worth_verifying
+from drafthead.inference.costs import (
+    Costs,
+    Payoff,
+    measure,
+    worth_growing,
+    worth_verifying,
+)
 from drafthead.inference.sibling import Sibling
 from drafthead.inference.target import Target
 
@@ -105,3 +111,26 @@ def test_measuring_stays_within_the_positions_of_both(target32: Target) -> None:
     large = Sibling.of(tiny_target(num_layers=1), None, short, check=False)
     for most, longest in ((77, 78), (78, 79), (200, 79)):
         assert measure(short, large, most=most, repeats=1).tokens[-1] == longest
+
+
+def test_drafts_that_promise_less_than_plain_are_left_out_most_of_the_time() -> None:
+    payoff, drafted = Payoff(), 0
+    for _ in range(90):
+        if not payoff.resting():
+            drafted += 1
+            payoff.note(rate=0.8, plain=1.0)
+    assert drafted <= 90 // (Payoff.REST + 1) + 5
+
+
+def test_drafts_that_promise_more_are_never_left_out_and_come_back_when_they_do() -> None:
+    payoff = Payoff()
+    for _ in range(50):
+        assert not payoff.resting()
+        payoff.note(rate=1.3, plain=1.0)
+    for _ in range(200):  # a passage where they do not
+        if not payoff.resting():
+            payoff.note(rate=0.5, plain=1.0)
+    for _ in range(200):
+        if not payoff.resting():
+            payoff.note(rate=1.3, plain=1.0)
+    assert not any(payoff.resting() for _ in range(3))

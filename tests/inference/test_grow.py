@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from drafts import endless, ids_of, keyed, own_greedy, prompt_of
+from drafts import endless, ids_of, keyed, own_greedy, prompt_of, rows_of_run
 from tiny import tiny_head, tiny_target
 from torch import Tensor
 
@@ -320,6 +321,30 @@ def test_a_tree_stopped_by_cost_changes_no_text(target64: Target, sibling: Sibli
     for step in (0.01, 0.1):
         drafter = HeadDrafter(sibling, parse_shape("auto:5x3:9"), priced(step, 0.02))
         assert ids_of(target64, prompts, Sampler(), drafter, 24) == texts
+
+
+def test_a_head_that_never_pays_is_asked_seldom_and_takes_up_what_it_missed(
+    target64: Target, sibling: Sibling
+) -> None:
+    """Its steps cost three forwards each, so most rounds go without; the text is the same."""
+    prompt = prompt_of(9)
+    text = own_greedy(target64, prompt, 60)
+    drafter = HeadDrafter(sibling, parse_shape("auto:3x2:5"), priced(3.0))
+    asked = 0
+    extend = sibling.extend
+
+    def counting(*given: Any) -> Tensor:
+        nonlocal asked
+        asked += 1
+        return extend(*given)
+
+    sibling.extend = counting  # type: ignore[method-assign]
+    try:
+        rows = rows_of_run(target64, [prompt], drafter, 60)
+    finally:
+        sibling.extend = extend  # type: ignore[method-assign]
+    assert rows[0].ids == text
+    assert 0 < asked < len(rows[0].rounds) / 4
 
 
 def test_costs_are_given_where_they_decide_and_only_there(sibling: Sibling) -> None:
