@@ -287,10 +287,13 @@ class Engine:
             self._accelerator.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Finish the tracker; call it once, at the end."""
+        """Finish the tracker and leave the other ranks; call it once, at the end."""
         if self._tracker != "none":
             for tracker in self._accelerator.trackers:
                 tracker.finish()
+        if torch.distributed.is_initialized():
+            # Left to the interpreter's end, gloo's threads may still run then, and abort it.
+            torch.distributed.destroy_process_group()
 
 
 def wants_bf16(precision: str, device: torch.device) -> bool:
