@@ -125,8 +125,7 @@ def speculate(
             for row in rows:
                 check_prompt(target, row.ids, row.limit)
             drafts = _made(drafter, shape, target, len(rows), measured.setdefault(model, {}))
-            sampled = generation_config.do_sample
-            noise = _noise(target, len(rows), seed, streams) if sampled else None
+            noise = _noise(generation_config, target, len(rows), seed, streams)
             _run(target, Sampler(warps, noise, rule, lossy), drafts, rows, show)
             return output(rows, input_ids, warps, generation_config)
 
@@ -167,9 +166,15 @@ def _stopping_at(
 
 
 def _noise(
-    target: Target, rows: int, seed: int | None, streams: Sequence[int] | None
-) -> list[Noise]:
-    """One stream of noise per row."""
+    config: GenerationConfig,
+    target: Target,
+    rows: int,
+    seed: int | None,
+    streams: Sequence[int] | None,
+) -> list[Noise] | None:
+    """One stream of noise per row; none where nothing is sampled."""
+    if not config.do_sample:
+        return None
     key = int(torch.randint(2**62, ())) if seed is None else seed
     keys = range(rows) if streams is None else streams
     if len(keys) != rows:

@@ -257,17 +257,7 @@ def generate(
         stream = Stream(model, drafter, chat.prompt_ids(messages), settings)
         text = "".join(_shown(stream, colours) if not as_json else (p.text for p in stream))
         messages.append(Message("assistant", text))
-        if as_json:
-            figures = {
-                "new_tokens": len(stream.row.new_ids),
-                "tau": stream.tau,
-                "tokens_per_s": stream.tokens_per_s,
-            }
-            print(json.dumps({"text": text, "lossy": lossy, **figures}, ensure_ascii=False))
-            continue
-        print()
-        mark = "; lossy: not the target's own text" if lossy else ""
-        say(f"{stream.tokens_per_s:.1f} tokens/s, {stream.tau:.2f} tokens per round{mark}", "dim")
+        _answered(stream, text, lossy, as_json)
 
 
 @app.command()
@@ -359,6 +349,18 @@ def _said() -> Iterator[str]:
         if not line:
             return
         yield line
+
+
+def _answered(stream: Stream, text: str, lossy: bool, as_json: bool) -> None:
+    """The answer and what it took as JSON, or only the latter below the text that was shown."""
+    tokens, tau, speed = len(stream.row.new_ids), stream.tau, stream.tokens_per_s
+    if as_json:
+        figures = {"new_tokens": tokens, "tau": tau, "tokens_per_s": speed}
+        print(json.dumps({"text": text, "lossy": lossy, **figures}, ensure_ascii=False))
+        return
+    print()
+    mark = "; lossy: not the target's own text" if lossy else ""
+    say(f"{speed:.1f} tokens/s, {tau:.2f} tokens per round{mark}", "dim")
 
 
 def _shown(stream: Stream, colours: bool) -> Iterator[str]:
