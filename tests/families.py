@@ -41,6 +41,20 @@ WINDOW = 16
 PADDED = 544
 """Rows of the padded vocabulary; the tokenizer's has 512."""
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Settings of the smallest models, for tests of one family that is not decoded."""
+
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "max_position_embeddings": 256,

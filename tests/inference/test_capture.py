@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafts import prompt_of
+from families import SMALL
 from tiny import tiny_target
 from torch import Tensor, nn
 from transformers import (
@@ -22,19 +23,6 @@ from transformers import (
 )
 
 from drafthead.inference.target import Target
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 def hooked(model: LlamaForCausalLM, ids: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drafts import Oracle, ids_of, own_greedy, prompt_of
-from families import FAMILIES
+from families import FAMILIES, SMALL
 from safetensors.torch import load_file, save_file
 from tiny import tiny_head, tiny_target, tiny_tokenizer
 from transformers import (
@@ -46,19 +46,6 @@ from transformers import (
 from drafthead.inference.masks import UnsupportedTargetError
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.target import Target, load_target
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 @pytest.mark.parametrize(
