@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ class TeacherBatch:
     """One batch as every source of teacher features gives it; rows are padded on the right.
 
     The target's distribution for the token at position t + 1 is
-    `softmax(unembed(last_hidden[:, t]))` with normaliser `log_norm[:, t]`.
+    `softmax(unembed(last_hidden[:, t]))`.
     """
 
     ids: Tensor
@@ -65,18 +66,64 @@ class TeacherBatch:
     """(B, T, D) what the target's output rows see (after its final norm)."""
     top: Tensor
     """(B, T) int64: the target's likeliest next token; valid only where that one is supervised."""
+    starts: Tensor | None = None
+    """(B, T) int64: where in the row each token's own sequence begins, for rows that are packed.
+
+    Rotary position of slot t is t - starts[t], and nothing looks across a start. None: every row
+    is one sequence from 0.
+    """
+
+    def supervised(self, ahead: int) -> Tensor:
+        """(B, T) bool: the token `ahead` places on is supervised and of the same sequence."""
+        found = torch.zeros_like(self.mask)
+        found[:, :-ahead] = self.mask[:, ahead:]
+        if self.starts is not None:
+            found[:, :-ahead] &= self.starts[:, ahead:] == self.starts[:, :-ahead]
+        return found
+
+    def packed(self) -> TeacherBatch:
+        """The rows end to end as one, each up to its last supervised token: no padding is left."""
+        place = torch.arange(self.ids.shape[1], device=self.ids.device)
+        lengths = torch.where(self.mask, place + 1, 1).amax(dim=1)  # one token where there is none
+        keep = place < lengths[:, None]
+        first = lengths.cumsum(0) - lengths
+        return TeacherBatch(
+            ids=self.ids[keep][None],
+            mask=self.mask[keep][None],
+            features=self.features[keep][None],
+            last_hidden=self.last_hidden[keep][None],
+            top=self.top[keep][None],
+            starts=first.repeat_interleave(lengths)[None],
+        )
+
+
+def as_it_is(logits: Tensor) -> Tensor:
+    """A readout for what are logits already."""
+    return logits
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One depth of an unroll, at the M positions where it has a supervised label."""
+    """One depth of an unroll, at the M positions where it has a supervised label.
 
-    logits: Tensor
-    """(M, Vd) over the draft vocabulary."""
+    Logits are a function still to be called, so that a loss may make them some rows at a time.
+    """
+
+    hidden: Tensor
+    """(M, D) what the draft logits are read from."""
+    readout: Callable[[Tensor], Tensor]
+    """(m, D) of those rows → (m, Vd) over the draft vocabulary, each row from its own alone."""
     teacher: Tensor
     """(M,) int64 index into the flattened (B * T) states: the one that predicts the same token."""
+    trained_readout: bool = False
+    """Whether `readout` has weights that are trained."""
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     """Named extra losses, each (M,), weighed by the head's own settings; summed by the trainer."""
+
+    @property
+    def logits(self) -> Tensor:
+        """(M, Vd), all rows at once."""
+        return self.readout(self.hidden)
 
 
 class HeadState:
@@ -101,6 +148,10 @@ class DraftHead(PreTrainedModel):
     """Deepest draft it can make; None where any depth will do."""
     goes_on: ClassVar[bool] = True
     """Whether it can draft past its positions, perhaps worse."""
+    packs: ClassVar[bool] = False
+    """Whether its unroll takes rows that hold several sequences (`TeacherBatch.starts`)."""
+    gradient_checkpointing: bool = False
+    """Whether `unroll` makes its activations anew in the backward pass: less memory, more time."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """The target's, where it is known: for heads that are stored as models of their own."""
 

@@ -130,6 +130,10 @@ class Eagle3Layer(nn.Module):
     it came, before its norm.
     """
 
+    gradient_checkpointing = False
+    """Whether what follows the attention is computed again in the backward pass instead of kept;
+    set by transformers' `activation_checkpointing_enable`."""
+
     def __init__(
         self,
         width: int,
@@ -162,6 +166,12 @@ class Eagle3Layer(nn.Module):
 
     def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attention's result (B, H, n, d) and the residual stream (B, n, D) → (B, n, D)."""
+        if self.gradient_checkpointing and self.training:
+            out: Tensor = checkpoint(self._finish, attended, hidden, use_reentrant=False)
+            return out
+        return self._finish(attended, hidden)
+
+    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         hidden = hidden + self.self_attn.join(attended)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -189,30 +199,35 @@ def unroll_attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     slots: Tensor | None = None,
+    starts: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
     """Attend as the decoder will at unroll step i = len(keys) - 1 (arXiv 2503.01840).
 
     q: (B, H, m, d) of the given slots, (B, m), by default 0 .. m - 1; keys[0] and values[0]: of
     step 0 at all slots, (B, Hkv, T, d); keys[j] and values[j]: of step j at the queries' own slots,
-    (B, Hkv, m, d). The query at slot t sees step 0 at slots ≤ t, and of every later step only slot
-    t. Returns (B, H, m, d).
+    (B, Hkv, m, d); starts: (B, m) where each query's own sequence begins, by default at 0. The
+    query at slot t sees step 0 at its sequence's slots ≤ t, and of every later step only slot t.
+    Returns (B, H, m, d).
 
     Scores are made and dropped for `chunk` queries at a time and made again in the backward pass,
     so what is kept grows with T, not with T².
     """
     B, H, m, d = q.shape
-    if m == 0:
-        return q
+    if m == 0:  # connected with all it would have read: every weight gets a gradient, if of zeros
+        return q + 0.0 * sum(part.sum() for part in (*keys, *values))
     if slots is None:
         slots = torch.arange(m, device=q.device).expand(B, m)
+    if starts is None:
+        starts = torch.zeros_like(slots)
     grouped = q.view(B, keys[0].shape[1], -1, m, d)
-    furthest = slots.amax(0).tolist()
+    first, last = torch.stack((starts.amin(0), slots.amax(0))).tolist()
     parts = []
     for start in range(0, m, chunk):
         at = slice(start, min(start + chunk, m))
-        end = max(furthest[at]) + 1  # no query of the chunk sees further
-        operands = [grouped[..., at, :], slots[:, at], keys[0][:, :, :end], values[0][:, :, :end]]
+        seen = slice(min(first[at]), max(last[at]) + 1)  # no query of the chunk sees beyond
+        own = slots[:, at] - seen.start, starts[:, at] - seen.start
+        operands = [grouped[..., at, :], *own, keys[0][:, :, seen], values[0][:, :, seen]]
         operands += [k[:, :, at] for k in keys[1:]] + [v[:, :, at] for v in values[1:]]
         if torch.is_grad_enabled():
             parts.append(checkpoint(_attend_chunk, *operands, use_reentrant=False))
@@ -221,7 +236,9 @@ def unroll_attention(
     return torch.cat(parts, dim=3).reshape(B, H, m, d)
 
 
-def _attend_chunk(q: Tensor, slots: Tensor, keys: Tensor, values: Tensor, *later: Tensor) -> Tensor:
+def _attend_chunk(
+    q: Tensor, slots: Tensor, starts: Tensor, keys: Tensor, values: Tensor, *later: Tensor
+) -> Tensor:
     """q: (B, Hkv, G, c, d) at slots (B, c); keys, values: (B, Hkv, e, d) of step 0.
 
     later: the c queries' own slots of each later step, (B, Hkv, c, d), all keys, then all values.
@@ -231,8 +248,9 @@ def _attend_chunk(q: Tensor, slots: Tensor, keys: Tensor, values: Tensor, *later
     own_keys, own_values = later[: len(later) // 2], later[len(later) // 2 :]
     q = q * d**-0.5
     scores = (q.reshape(B, Hkv, G * c, d) @ keys.transpose(2, 3)).float().view(B, Hkv, G, c, e)
-    future = torch.arange(e, device=q.device) > slots[..., None]  # (B, c, e)
-    scores = scores.masked_fill(future[:, None, None], float("-inf"))
+    key = torch.arange(e, device=q.device)
+    unseen = (key > slots[..., None]) | (key < starts[..., None])  # (B, c, e)
+    scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
     own = [(q * k[:, :, None]).sum(-1, keepdim=True).float() for k in own_keys]
     weights = torch.cat((scores, *own), dim=-1).softmax(-1).to(values.dtype)
     out = (weights[..., :e].reshape(B, Hkv, G * c, e) @ values).view(B, Hkv, G, c, d)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, initialization
 
 from drafthead.heads.base import (
@@ -36,12 +37,12 @@ from drafthead.heads.blocks import (
     RMSNorm,
     Rotary,
     active_slots,
-    rope_base,
     take_slots,
     unroll_attention,
 )
 from drafthead.heads.borrowed import Borrowed, borrow
 from drafthead.heads.contract import Contract
+from drafthead.heads.eagle3_config import Eagle3Config
 from drafthead.heads.memory import LayerMemory
 from drafthead.heads.vocabulary import check_maps, ids_of, maps_of
 from drafthead.heads.warm_start import MODESTY, Moments
@@ -94,64 +95,6 @@ class Eagle3Settings(HeadSettings):
         return head
 
 
-class Eagle3Config(PreTrainedConfig):
-    """Geometry of the draft layer, written in full, beside the settings and the contract."""
-
-    model_type = "drafthead_eagle3"
-
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    num_hidden_layers: int = 1
-    num_attention_heads: int = 1
-    num_key_value_heads: int = 1
-    head_dim: int = 0
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    max_position_embeddings: int = 2048
-    rope_parameters: dict[str, Any] | None = None
-    tie_word_embeddings: bool = False
-    settings: dict[str, Any] | None = None
-    contract: dict[str, Any] | None = None
-
-    @classmethod
-    def of(
-        cls, settings: Eagle3Settings, contract: Contract, target: PreTrainedConfig, size: int
-    ) -> Eagle3Config:
-        """Take the target's geometry; ValueError where it has no number for a needed field."""
-        text = target.get_text_config()
-        heads = text.num_attention_heads
-        inner = settings.intermediate_size or _optional(text, "intermediate_size")
-        if not isinstance(inner, int):
-            raise ValueError(
-                f"head.intermediate_size: target {contract.model_type} has no single value; set it"
-            )
-        return cls(
-            vocab_size=contract.vocab_size,
-            draft_vocab_size=size,
-            hidden_size=contract.hidden_size,
-            intermediate_size=inner,
-            num_attention_heads=heads,
-            num_key_value_heads=_optional(text, "num_key_value_heads") or heads,
-            head_dim=_optional(text, "head_dim") or contract.hidden_size // heads,
-            rms_norm_eps=float(_optional(text, "rms_norm_eps") or 1e-6),
-            max_position_embeddings=text.max_position_embeddings,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": settings.rope_theta or rope_base(text),
-            },
-            settings=settings.model_dump(mode="json"),
-            contract=contract.model_dump(mode="json"),
-        )
-
-
-def _optional(text: PreTrainedConfig, name: str) -> Any:
-    """Read a field that only some model types have; None for the others."""
-    return getattr(text, name, None)
-
-
 class Eagle3Head(DraftHead):
     """See the module docstring; the stored tensors are exactly those of the published layout."""
 
@@ -159,6 +102,8 @@ class Eagle3Head(DraftHead):
     config: Eagle3Config
     settings: Eagle3Settings
     base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    packs = True
 
     d2t: Tensor
     t2d: Tensor
@@ -287,36 +232,65 @@ class Eagle3Head(DraftHead):
             return self.contract.transform(self.lm_head(normed))
         return self.teacher_logits(normed)
 
+    def _turns(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """(B, n) positions below `length` → cos and sin, (B, 1, n, d)."""
+        cos, sin = self._rotary.tables(length, positions.device, self._compute_dtype())
+        # Beyond it there is only padding, or a draft that `write_rows` refuses.
+        positions = positions.clamp(max=length - 1)
+        return cos[positions][:, None], sin[positions][:, None]
+
     # Training
 
     def unroll(self, batch: TeacherBatch, steps: int) -> Iterator[Prediction]:
         """See the base class. Only slots with a label at some depth go beyond the first keys."""
         embedding, layer = self._bound()[0], self.layer
         T = batch.ids.shape[1]
-        padded = F.pad(batch.mask, (0, steps + 1))
-        labelled = [padded[:, 2 + i : 2 + i + T] for i in range(steps)]  # slot t predicts t + 2 + i
+        labelled = [batch.supervised(2 + i) for i in range(steps)]  # slot t predicts t + 2 + i
         slots = active_slots(torch.stack(labelled).any(0))  # (B, m)
         n = int(slots.max()) + 1 if slots.numel() else 0
-        cos, sin = self._rotary.tables(T + steps, embedding.device, self._compute_dtype())
+        starts = torch.zeros_like(batch.ids) if batch.starts is None else batch.starts
+        turns = self._turns(torch.arange(n, device=slots.device) - starts[:, :n], T + steps)
         hidden = self._fuse(batch.features[:, :n])
         x = layer.inputs(F.embedding(batch.ids[:, 1 : 1 + n], embedding), hidden)
-        keys, values = ([kv] for kv in layer.keys_values(x, cos[:n], sin[:n]))
-        hidden, x = take_slots(hidden, slots), take_slots(x, slots)
+        keys, values = ([kv] for kv in layer.keys_values(x, *turns))
+        hidden, x, starts = take_slots(hidden, slots), take_slots(x, slots), starts.gather(1, slots)
         for i in range(steps):
-            turns = cos[slots + i][:, None], sin[slots + i][:, None]
+            turns = self._turns(slots - starts + i, T + steps)
             if i > 0:
                 tokens = batch.ids.gather(1, (slots + 1 + i).clamp(max=T - 1))
                 x = layer.inputs(F.embedding(tokens, embedding), hidden)
                 key, value = layer.keys_values(x, *turns)
                 keys.append(key)
                 values.append(value)
-            attended = unroll_attention(layer.queries(x, *turns), keys, values, slots)
-            outputs = layer.finish(attended, hidden)
+            outputs = self._recomputed(x, hidden, *turns, slots, starts, *keys, *values)
             rows, at = labelled[i].gather(1, slots).nonzero(as_tuple=True)
             normed = self.norm(outputs[rows, at])
             teacher = rows * T + slots[rows, at] + 1 + i
-            yield Prediction(self._logits(normed), teacher, self._auxiliary(batch, normed, teacher))
+            auxiliary = self._auxiliary(batch, normed, teacher)
+            yield Prediction(normed, self._logits, teacher, self.settings.own_rows, auxiliary)
             hidden = self._fed_back(outputs)
+
+    def _recomputed(self, *operands: Tensor) -> Tensor:
+        """The layer's outputs; with `gradient_checkpointing` what is inside is not kept."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._outputs, *operands, use_reentrant=False)
+            return out
+        return self._outputs(*operands)
+
+    def _outputs(
+        self,
+        x: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        starts: Tensor,
+        *held: Tensor,
+    ) -> Tensor:
+        """The layer at one unroll step; held: all steps' keys, then all steps' values."""
+        keys, values = held[: len(held) // 2], held[len(held) // 2 :]
+        queries = self.layer.queries(x, cos, sin)
+        return self.layer.finish(unroll_attention(queries, keys, values, slots, starts), hidden)
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
@@ -354,12 +328,14 @@ class Eagle3Head(DraftHead):
         positions = state.next_positions(next_ids.shape[1])
         hidden = self._fuse(features)
         x = layer.inputs(F.embedding(next_ids, embedding), hidden)
-        state.commit(*layer.keys_values(x, *self._turns(state, positions)), counts.tolist())
+        state.commit(
+            *layer.keys_values(x, *self._turns(positions, state.capacity)), counts.tolist()
+        )
 
         # Earlier slots gave their keys and values; only the last one is asked for an output.
         counts = counts.to(row.device)[:, None]
         last = (counts - 1).clamp(min=0)
-        query = layer.queries(x[row, last], *self._turns(state, positions[row, last]))
+        query = layer.queries(x[row, last], *self._turns(positions[row, last], state.capacity))
         outputs = layer.finish(state.attend_committed(query), hidden[row, last])
         outputs = torch.where(counts[:, None] > 0, outputs, state.outputs[:, :1])
         state.start_round(outputs)
@@ -372,19 +348,12 @@ class Eagle3Head(DraftHead):
         layer, parents = self.layer, parents.to(ids.device)
         above, positions = state.below(parents)
         hidden = self._fed_back(above)
-        turns = self._turns(state, positions)
+        turns = self._turns(positions, state.capacity)
         x = layer.inputs(F.embedding(ids, embedding), hidden)
         attended = state.add(layer.queries(x, *turns), *layer.keys_values(x, *turns), parents)
         outputs = layer.finish(attended, hidden)
         state.finish(outputs)
         return self._logits(self.norm(outputs))
-
-    def _turns(self, state: LayerMemory, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, n) positions → cos and sin, (B, 1, n, d)."""
-        cos, sin = self._rotary.tables(state.capacity, positions.device, state.keys.dtype)
-        # Beyond it there is only padding, or a draft that `write_rows` refuses.
-        positions = positions.clamp(max=state.capacity - 1)
-        return cos[positions][:, None], sin[positions][:, None]
 
 
 AutoConfig.register(Eagle3Config.model_type, Eagle3Config)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from drafthead.heads.base import (
     HeadState,
     Prediction,
     TeacherBatch,
+    as_it_is,
     register,
 )
 from drafthead.heads.contract import (
@@ -111,6 +112,7 @@ class Sibling(DraftHead):
     config: SiblingConfig
     settings: SiblingSettings
     base_model_prefix = ""
+    supports_gradient_checkpointing = True
     drafter: ClassVar[str] = "sibling"
     goes_on: ClassVar[bool] = False
 
@@ -213,7 +215,7 @@ class Sibling(DraftHead):
                 "it is a part, first"
             )
         output = self._output()
-        dtype = next(output.parameters()).dtype
+        dtype = cast(Tensor, output.weight).dtype
         return self.contract.transform(output(last_hidden.to(dtype)))
 
     # Training
@@ -225,15 +227,14 @@ class Sibling(DraftHead):
         those of depth 0 at i positions later.
         """
         out = self.lm.get_decoder()(input_ids=batch.ids, use_cache=False)
-        at = torch.zeros_like(batch.mask)
-        at[:, :-1] = batch.mask[:, 1:]
-        rows, slots = at.nonzero(as_tuple=True)
+        rows, slots = batch.supervised(1).nonzero(as_tuple=True)
         states = out.last_hidden_state[rows, slots]
         logits = logit_transform(self.lm.config)(self._output()(states))[:, : self._words]
         teacher = rows * batch.ids.shape[1] + slots
         for depth in range(steps):
             fits = slots >= depth  # its round began at or after the first token
-            yield Prediction(*((logits, teacher) if fits.all() else (logits[fits], teacher[fits])))
+            made, at = (logits, teacher) if fits.all() else (logits[fits], teacher[fits])
+            yield Prediction(made, as_it_is, at)  # made once, for all depths
 
     # Decoding
 

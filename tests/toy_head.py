@@ -84,9 +84,8 @@ class ToyHead(DraftHead):
         for depth in range(steps):
             rows, slots = batch.mask[:, 1 + depth :].nonzero(as_tuple=True)
             states = self.dropout(batch.features[rows, slots])
-            yield Prediction(
-                self.teacher_logits(self.maps[depth](states)), rows * T + slots + depth
-            )
+            hidden = self.maps[depth](states)
+            yield Prediction(hidden, self.teacher_logits, rows * T + slots + depth)
 
     def open(self, batch: int, capacity: int) -> HeadState:
         return HeadState()

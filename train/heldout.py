@@ -80,14 +80,15 @@ def drafts_of(head: DraftHead, batch: TeacherBatch, steps: int) -> tuple[Drafts,
     sums = torch.zeros(steps, 3, dtype=torch.float64)
     for depth, prediction in enumerate(head.unroll(batch, steps)):
         at = prediction.teacher
-        draft = head.draft_ids[prediction.logits.max(dim=-1).indices]
+        logits = prediction.logits
+        draft = head.draft_ids[logits.max(dim=-1).indices]
         match = draft == top[at]
         for table, values in zip(
             tables, (torch.ones_like(match), match, draft == following[at]), strict=True
         ):
             table[at - depth, depth] = values
         teacher = head.teacher_logits(batch.last_hidden.flatten(0, 1)[at])
-        total = overlap(prediction.logits, teacher).sum()
+        total = overlap(logits, teacher).sum()
         sums[depth] = torch.stack([match.sum(), total, torch.tensor(len(at), device=device)]).cpu()
     known, match, follow = tables.view(3, B, T, steps)
     return Drafts(known, match, follow), sums

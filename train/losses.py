@@ -1,6 +1,6 @@
-"""What a prediction costs: pure functions from logits to one value per row.
+"""What a prediction costs: pure functions from logits to values.
 
-They know no head, no mask and no optimiser; the trainer weighs and sums what they return.
+They know no head, no mask and no optimiser; the trainer weighs what they sum.
 
 Shapes: M rows (supervised positions of one depth), N teacher rows, Vd draft vocabulary.
 """
@@ -18,57 +18,91 @@ CHUNK_ELEMENTS = 1 << 21
 
 
 def soft_cross_entropy(
-    logits: Tensor, teacher_logits: Tensor, rows: Tensor | None = None
-) -> Tensor:
-    """Cross-entropy against the teacher's distribution, renormalised over the draft vocabulary.
+    hidden: Tensor,
+    readout: Callable[[Tensor], Tensor],
+    teacher: Tensor,
+    rows: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of `readout(hidden)` against the teacher's distribution.
 
-    logits: (M, Vd) with gradient; teacher_logits: (N, Vd), never given one; rows: (M,) int64, which
-    teacher row each draft row is measured against (default: N = M, in order). Returns (M,) fp32.
-    Row chunks bound the fp32 copies; the gradient, softmax(logits) - softmax(teacher), is kept
-    once in the dtype of the logits. The soft target is EAGLE-3's (arXiv 2503.01840).
+    hidden: (M, D) with gradient; readout: (m, D) → (m, Vd), with nothing trained inside; teacher:
+    (N, Vd), renormalised over the draft vocabulary; rows: (M,) int64, each row's teacher. Returns
+    the sum, 0-dim fp32, and (M,) int64, each row's likeliest draft id.
+
+    Logits never exist at once: what the gradient needs is made together with the value, chunk by
+    chunk, and kept as (M, D). The soft target is EAGLE-3's (arXiv 2503.01840).
     """
-    _check(logits, teacher_logits, rows)
-    apply: Callable[..., Tensor] = _SoftCrossEntropy.apply
-    return apply(logits, teacher_logits, rows)
+    if teacher.dim() != 2 or len(hidden) != len(rows):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and rows {tuple(rows.shape)} must be of one length, "
+            f"the teacher {tuple(teacher.shape)} 2-D"
+        )
+    apply: Callable[..., tuple[Tensor, Tensor]] = _SoftCrossEntropy.apply
+    return apply(hidden, readout, teacher, rows)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """`-sum(softmax(teacher) * log_softmax(logits))`, storing its gradient and no input."""
-
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, teacher_logits: Tensor, rows: Tensor | None) -> Tensor:
-        value = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        for chunk in _chunks(logits):
-            z = logits[chunk].float()
-            q = _teacher(teacher_logits, rows, chunk)
-            norm = z.logsumexp(dim=-1)
-            value[chunk] = norm - (q * z).sum(dim=-1)
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        readout: Callable[[Tensor], Tensor],
+        teacher: Tensor,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if wanted else None
+        for chunk in _chunks(len(hidden), teacher.shape[1]):
+            with torch.set_grad_enabled(wanted):
+                read = hidden[chunk].detach().requires_grad_(wanted)
+                logits = readout(read)
+            z, q = logits.detach().float(), teacher[rows[chunk]].float()
+            # Not argmax: it takes three times as long in bf16 on a CPU.
+            top, best[chunk] = z.max(dim=-1)
+            z = z - top[:, None]
+            parts = z.exp()
+            norm = parts.sum(dim=-1)
+            total += (norm.log() * q.sum(dim=-1) - (q * z).sum(dim=-1)).sum()
             if gradient is not None:
-                # z may be a view of the caller's logits: write into a copy only.
-                gradient[chunk] = (z - norm[:, None]).exp_().sub_(q)
-        if gradient is not None:
-            ctx.save_for_backward(gradient)
-        return value
+                slope = parts.div_(norm[:, None]).sub_(q)
+                (gradient[chunk],) = torch.autograd.grad(logits, read, slope.to(logits.dtype))
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(best)
+        return total, best
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0][:, None].to(gradient.dtype), None, None
+        return gradient * grads[0].to(gradient.dtype), None, None, None
 
 
-def overlap(logits: Tensor, teacher_logits: Tensor, rows: Tensor | None = None) -> Tensor:
+def distribution(readout: Callable[[Tensor], Tensor], hidden: Tensor, width: int) -> Tensor:
+    """softmax(readout(hidden)): (N, D) → (N, width) in the readout's dtype, without a gradient."""
+    made = []
+    with torch.no_grad():
+        for chunk in _chunks(len(hidden), width):
+            logits = readout(hidden[chunk])
+            made.append(logits.float().softmax(dim=-1).to(logits.dtype))
+    return torch.cat(made) if made else hidden.new_empty(0, width)
+
+
+def overlap(logits: Tensor, teacher: Tensor) -> Tensor:
     """Sum of min(p, q) over the draft vocabulary, both renormalised there: (M,) fp32, no gradient.
 
-    Arguments as `soft_cross_entropy`. It bounds what a ratio rule can accept at temperature 1
+    Two (M, Vd) of logits. It bounds what a ratio rule can accept at temperature 1
     (arXiv 2211.17192), up to the teacher's mass outside the draft vocabulary.
     """
-    _check(logits, teacher_logits, rows)
+    if logits.shape != teacher.shape:
+        raise ValueError(
+            f"draft logits {tuple(logits.shape)} do not fit teacher logits {tuple(teacher.shape)}"
+        )
     value = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     with torch.no_grad():
-        for chunk in _chunks(logits):
-            p = logits[chunk].float().softmax(dim=-1)
-            value[chunk] = torch.minimum(p, _teacher(teacher_logits, rows, chunk)).sum(dim=-1)
+        for chunk in _chunks(*logits.shape):
+            p, q = (side[chunk].float().softmax(dim=-1) for side in (logits, teacher))
+            value[chunk] = torch.minimum(p, q).sum(dim=-1)
     return value
 
 
@@ -79,23 +113,6 @@ def depth_weights(steps: int, decay: float) -> tuple[float, ...]:
     return tuple(decay**depth for depth in range(steps))
 
 
-def _teacher(teacher_logits: Tensor, rows: Tensor | None, chunk: slice) -> Tensor:
-    """The teacher's distribution of one chunk, (m, Vd) fp32."""
-    picked = teacher_logits[chunk] if rows is None else teacher_logits[rows[chunk]]
-    return picked.float().softmax(dim=-1)
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    M, Vd = logits.shape
+def _chunks(M: int, Vd: int) -> list[slice]:
     size = max(1, CHUNK_ELEMENTS // max(1, Vd))
     return [slice(start, start + size) for start in range(0, M, size)]
-
-
-def _check(logits: Tensor, teacher_logits: Tensor, rows: Tensor | None) -> None:
-    count = len(teacher_logits) if rows is None else len(rows)
-    if logits.shape[1:] != teacher_logits.shape[1:] or len(logits) != count:
-        raise ValueError(
-            f"draft logits {tuple(logits.shape)} do not fit "
-            f"teacher logits {tuple(teacher_logits.shape)}"
-            + ("" if rows is None else f" picked by rows {tuple(rows.shape)}")
-        )

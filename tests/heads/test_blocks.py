@@ -51,13 +51,26 @@ def test_unroll_attention_equals_its_plain_twin(
 
     own_keys, own_values = ([xs[0], *map(pick, xs[1:])] for xs in (keys, values))
     where = at if slots else None
-    ours = unroll_attention(pick(q), own_keys, own_values, where, chunk)
+    ours = unroll_attention(pick(q), own_keys, own_values, where, chunk=chunk)
     torch.testing.assert_close(ours, pick(plain), atol=1e-6, rtol=0)  # its softmax is fp32
     weight = torch.randn_like(ours)
     got = torch.autograd.grad((ours * weight).sum(), [q, *keys_values])
     expected = torch.autograd.grad((pick(plain) * weight).sum(), [q, *keys_values])
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [3, 256])
+def test_unroll_attention_looks_across_no_start(chunk: int) -> None:
+    torch.manual_seed(0)
+    n, lengths = 11, [4, 1, 6]
+    q, *keys_values = (torch.randn(1, h, n, 8, dtype=torch.float64) for h in (4, 2, 2, 2, 2))
+    keys, values = keys_values[:2], keys_values[2:]
+    starts = torch.tensor([[0] * 4 + [4] + [5] * 6])
+    ours = unroll_attention(q, keys, values, starts=starts, chunk=chunk)
+    parts = zip(*(x.split(lengths, 2) for x in (q, *keys_values)), strict=True)
+    alone = [plain_attention(p[0], list(p[1:3]), list(p[3:])) for p in parts]
+    torch.testing.assert_close(ours, torch.cat(alone, 2), atol=1e-6, rtol=0)
 
 
 def test_slots_are_packed_row_by_row() -> None:

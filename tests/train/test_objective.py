@@ -101,3 +101,70 @@ def test_bf16_computes_close_to_fp32(target: Target, batch: TeacherBatch) -> Non
     wide = make_objective(target, 2)
     narrow = Objective(wide.head, target.vocab_size, decay=0.8, bf16=True, watch=Stopwatch())
     torch.testing.assert_close(narrow(batch, 5.0).loss, wide(batch, 5.0).loss, rtol=2e-2, atol=0.0)
+
+
+def ragged(target: Target) -> TeacherBatch:
+    """Three conversations of unlike lengths, padded; the second is supervised from its start."""
+    spans = [(20, range(10, 15)), (6, range(6)), (13, range(3, 12))]
+    rows = [
+        Row(str(n), [(7 * n + 3 * t) % 500 + 5 for t in range(n)], [t in span for t in range(n)])
+        for n, span in spans
+    ]
+    return OnlineFeatures(target, rows, [(0, 1, 2)], LAYERS).batch(0)
+
+
+def gradients(objective: Objective, batch: TeacherBatch) -> tuple[Outcome, list[torch.Tensor]]:
+    outcome: Outcome = objective(batch, 7.0)
+    return outcome, list(torch.autograd.grad(outcome.loss, list(objective.head.parameters())))
+
+
+def test_packing_changes_neither_loss_nor_gradient(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective, batch = make_objective(target, 3), ragged(target)
+    packed, ours = gradients(objective, batch)
+    monkeypatch.setattr(type(objective.head), "packs", False)
+    padded, plain = gradients(objective, batch)
+    torch.testing.assert_close(packed.loss, padded.loss, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(packed.sums, padded.sums, atol=1e-4, rtol=1e-5)
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_packed_sequences_begin_at_position_zero_and_end_with_their_last_label(
+    target: Target,
+) -> None:
+    packed = ragged(target).packed()
+    assert packed.starts is not None
+    assert packed.ids.shape == (1, 15 + 6 + 12)
+    assert packed.starts[0].tolist() == [0] * 15 + [15] * 6 + [21] * 12
+    assert not packed.supervised(1)[0, 14], "the next sequence's first token has no context here"
+    assert packed.supervised(1).sum() == 5 + 5 + 9
+    blank = replace(ragged(target), mask=torch.zeros(3, 20, dtype=torch.bool)).packed()
+    assert blank.ids.shape == (1, 3)
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+def test_packed_sequences_do_not_see_each_other(target: Target, chosen: int) -> None:
+    """The loss of one sequence has no gradient in the states of another."""
+    objective, batch = make_objective(target, 3), ragged(target).packed()
+    assert batch.starts is not None
+    own = batch.starts == batch.starts.unique()[chosen]
+    features = batch.features.float().requires_grad_()
+    alone = replace(batch, features=features, mask=batch.mask & own)
+    loss = torch.zeros(())
+    for prediction in objective.head.unroll(alone, 3):
+        loss = loss + prediction.logits.logsumexp(-1).sum()
+    (grad,) = torch.autograd.grad(loss, features)
+    assert grad[own].abs().sum() > 0
+    assert not grad[~own].any()
+
+
+def test_recomputing_activations_changes_no_gradient(target: Target) -> None:
+    objective, batch = make_objective(target, 3), ragged(target)
+    kept, plain = gradients(objective, batch)
+    objective.head.gradient_checkpointing = True
+    again, ours = gradients(objective, batch)
+    assert kept.loss == again.loss
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-7, rtol=1e-6)
