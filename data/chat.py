@@ -4,9 +4,15 @@ Every answer is placed after exactly the ids a server sends for it: the template
 generation header, tokenised once without further special tokens. So training, evaluation and
 generation share ids, and no template needs generation markers. This module knows no model.
 
+Which tokens are supervised, in one rule: those that the target emits for an answer, its end of turn
+included unless the answer was cut by a limit; where the template has generation markers, only those
+of them that stand inside markers, and the end of turn of an answer of which any does. (A serving
+engine waits for that end, so a draft must learn it, though many templates leave it outside.)
+
 Where a template shows an earlier answer otherwise than it was emitted (it drops the thoughts, or
 a token grows over the seam), the later answers go into a row of their own, after the prompt that a
 server would send: every answer is supervised once, always after the context it is served with.
+An answer's text that repeats what its header has begun (`<think>` in some) is taken without it.
 """
 
 from __future__ import annotations
@@ -16,37 +22,41 @@ import inspect
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.data.conversations import Conversation, Message, RowError, Skips
+from drafthead.data import markers
+from drafthead.data.calls import shows_call
+from drafthead.data.conversations import Conversation, Message, RowError, Skips, Tokenised
+from drafthead.data.rows import Origin, Piece, Row, fitting, join
+from drafthead.data.sources import content_of
+
+__all__ = ["ChatFormat", "Row", "build_rows", "check_settings", "rows_key"]
 
 logger = logging.getLogger(__name__)
 
-ROWS_VERSION = 1
+ROWS_VERSION = 2
 """Raise it whenever the same conversation would give other ids or another mask."""
 
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, KeyError, TypeError)
-_PROBE = "drafthead"
-"""An answer no template changes; where it stands shows how the template wraps an answer."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Ids and mask of one sequence, of equal length.
-
-    `mask[t]` is True where token t itself belongs to an answer or ends its turn: nothing is
-    shifted. `id` is the conversation's, with `#2`, `#3` ... for its further rows.
-    """
-
-    id: str
-    ids: list[int]
-    mask: list[bool]
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+_QUESTION, _PROBE = "Hello", "drafthead"
+"""An exchange no template changes; where the answer stands shows how the template wraps one."""
+_HEADER = 100
+"""Characters at a prompt's end among which the beginning of an answer is looked for."""
+_REASON = 200
+"""Characters of a template's own message that are repeated."""
 
 
 class ChatFormat:
@@ -69,63 +79,139 @@ class ChatFormat:
         self._check_kwargs()
         added = sorted(tokenizer.added_tokens_encoder, key=len, reverse=True)
         self._added_token = re.compile("|".join(map(re.escape, added)) or "(?!)")
-        self._lead, self._terminator = self._answer_frame()
+        self._added_ids = frozenset(tokenizer.added_tokens_encoder.values())
+        self._lead, self._closing, self.example = self._answer_frame()
+        end = self._added_token.search(self._closing)
+        self._terminator = self._closing[: end.end()] if end else ""
+        self._end = end[0] if end else ""
         if not self._terminator:
             logger.warning("the chat template ends an answer with no token: no end is supervised")
+        self.by_markers = self._markers_work()
+        """Whether generation markers decide which tokens of an answer are supervised."""
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
+    ) -> list[int]:
         """Return the ids a server sends to have these messages answered.
 
-        Raises what the template raises (jinja2.TemplateError, ValueError, KeyError, TypeError).
+        Raises RowError where the template cannot render them.
         """
-        return self._encode(self._render(messages, header=True))
+        return self._encode(self._render(messages, header=True, tools=tools))
 
-    def rows(self, conversation: Conversation, max_length: int) -> list[Row]:
+    def rows(self, example: Conversation | Tokenised, max_length: int) -> list[Row]:
         """Return the conversation as rows of at most `max_length` tokens: mostly one.
 
         Raises RowError where the template cannot render the conversation.
         """
-        try:
-            pieces = list(self._pieces(conversation))
-        except RowError:
-            raise
-        except _TEMPLATE_ERRORS as error:
-            text = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RowError(f"the chat template refuses it: {text}") from error
         return [
-            Row(f"{conversation.id}#{n}" if n > 1 else conversation.id, ids, mask)
-            for n, (ids, mask) in enumerate(_join(pieces, max_length), start=1)
+            Row(row.id, row.ids[:max_length], row.mask[:max_length])
+            for row in join(example.id, self.pieces(example))
         ]
 
-    def _pieces(self, conversation: Conversation) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield (prompt ids, answer ids) for each assistant message."""
-        messages = conversation.messages
+    def pieces(self, example: Conversation | Tokenised) -> list[Piece]:
+        """Return a conversation's answers in order; RowError where it cannot be rendered."""
+        if isinstance(example, Tokenised):
+            if max(example.ids) >= len(self.tokenizer):
+                raise RowError(f"an id is not one of the tokenizer's {len(self.tokenizer)}")
+            return [Piece([], list(example.ids), list(example.mask), "ids")]
+        return list(self._pieces(example))
+
+    def _pieces(self, conversation: Conversation) -> Iterator[Piece]:
+        messages, tools = conversation.messages, conversation.tools
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not answers:
             raise RowError("no assistant message")
         # The last answer is in no prompt: only this shows whether the template refuses it.
-        self._render(messages[: answers[-1] + 1], header=False)
+        self._render(messages[: answers[-1] + 1], header=False, tools=tools)
         for i in answers:
-            prompt = self._render(messages[:i], header=True)
-            text, terminator = self._emitted(messages[: i + 1], prompt)
-            if i == answers[-1] and conversation.finish == "length":
-                terminator = ""
+            prompt = self._render(messages[:i], header=True, tools=tools)
+            text, terminator = self._emitted(messages[: i + 1], prompt, tools)
+            cut = i == answers[-1] and conversation.finish == "length"
             prompt_ids = self._encode(prompt)
-            yield prompt_ids, self._continuation(prompt, prompt_ids, text + terminator)
+            inside = self._inside(messages[: i + 1], prompt, text, tools)
+            kept = self._kept(messages[i], text)
+            if kept is not None:
+                ids, ended = kept
+                mask = self._mask(ids[: len(ids) - ended], text, inside) + [any(inside)] * ended
+            elif self._end and self._end in messages[i].content:
+                raise RowError(f"the text of an answer holds the end of a turn, {self._end}")
+            else:
+                terminator = "" if cut else terminator
+                ids = self._continuation(prompt, prompt_ids, text + terminator)
+                ends = [any(inside)] * len(terminator)
+                mask = self._mask(ids, text + terminator, inside + ends)
+            origin: Origin = "kept" if kept else "re-encoded" if messages[i].ids else "text"
+            yield Piece(prompt_ids, ids, mask, origin)
 
-    def _emitted(self, messages: Sequence[Message], prompt: str) -> tuple[str, str]:
+    def _emitted(
+        self, messages: Sequence[Message], prompt: str, tools: Sequence[Mapping[str, object]]
+    ) -> tuple[str, str]:
         """Return what the target emits for the last message, and how it ends the turn."""
         answer = messages[-1]
-        if not answer.tool_calls:
-            return self._lead + answer.content, self._terminator
-        closed = self._render(messages, header=False)
+        if not answer.tool_calls and not answer.reasoning:
+            text = _continued(prompt, answer.content)
+            return text if text.startswith(self._lead) else self._lead + text, self._terminator
+        closed = self._render(messages, header=False, tools=tools)
         tail = closed.removeprefix(prompt)
+        what = "tool calls" if answer.tool_calls else "the reasoning"
         if tail == closed:
-            raise RowError("the chat template shows tool calls after another header")
-        if not all(_shows(tail, leaf) for call in answer.tool_calls for leaf in _leaves(call)):
+            raise RowError(f"the chat template shows {what} after another header")
+        if not all(shows_call(tail, call) for call in answer.tool_calls):
             raise RowError("the chat template leaves out tool calls")
+        if (answer.reasoning or "").strip() not in tail or answer.content.strip() not in tail:
+            raise RowError("the chat template leaves out the reasoning or the text of an answer")
+        if self._closing and tail.endswith(self._closing):
+            return tail.removesuffix(self._closing), self._terminator
         ends = list(self._added_token.finditer(tail))
         return (tail[: ends[-1].start()], ends[-1][0]) if ends else (tail.rstrip(), "")
+
+    def _kept(self, answer: Message, text: str) -> tuple[list[int], bool] | None:
+        """Return the message's own ids, and whether the last one ends the turn.
+
+        None where there are none, or where this tokenizer reads them as another text.
+        """
+        if not answer.ids or max(answer.ids) >= len(self.tokenizer):
+            return None
+        ids, texts = list(answer.ids), (answer.content, text)
+        ended = ids[-1] in self._added_ids
+        if self.tokenizer.decode(ids) in texts:
+            return ids, False
+        if ended and self.tokenizer.decode(ids[:-1]) in texts:
+            return ids, True
+        # Some who write ids down leave special tokens out of the text.
+        if self.tokenizer.decode(ids, skip_special_tokens=True) in texts:
+            return ids, ended
+        return None
+
+    def _inside(
+        self,
+        messages: Sequence[Message],
+        prompt: str,
+        text: str,
+        tools: Sequence[Mapping[str, object]],
+    ) -> list[bool]:
+        """Say for each character of the last message, as emitted, whether it is supervised."""
+        if not self.by_markers:
+            return [True] * len(text)
+        closed = self._render(messages, header=False, tools=tools)
+        marked = markers.marked(
+            self._template(tools),
+            closed,
+            lambda template: self._render(messages, header=False, tools=tools, template=template),
+        )
+        inside = marked and marked.within(prompt, text, self._closing)
+        if not inside:
+            raise RowError("the chat template's generation markers cannot be followed")
+        return inside
+
+    def _mask(self, ids: Sequence[int], text: str, inside: Sequence[bool]) -> list[bool]:
+        """Say for each id of a text whether it is supervised, given which characters are."""
+        if all(inside):
+            return [True] * len(ids)
+        mask = markers.tokens_inside(self.tokenizer, ids, text, inside)
+        if mask is None:
+            raise RowError("the tokens inside the chat template's generation markers are not clear")
+        return mask
 
     def _continuation(self, prompt: str, prompt_ids: list[int], emitted: str) -> list[int]:
         """Return the ids of emitted text; a token that would grow over the seam cannot occur."""
@@ -135,32 +221,64 @@ class ChatFormat:
             return ids[len(prompt_ids) :]
         return self._encode(emitted)
 
-    def _answer_frame(self) -> tuple[str, str]:
-        """Return the white space the template opens an answer with, and the text that ends it."""
-        exchange = [Message("user", "Hello"), Message("assistant", _PROBE)]
+    def _answer_frame(self) -> tuple[str, str, str]:
+        """Return the white space before an answer, all that follows it, and a rendered exchange."""
+        exchange = [Message("user", _QUESTION), Message("assistant", _PROBE)]
         try:
             prompt = self._render(exchange[:1], header=True)
             closed = self._render(exchange, header=False)
-        except _TEMPLATE_ERRORS as error:
-            raise ValueError(f"the chat template cannot render a plain chat: {error}") from error
+        except RowError as error:
+            raise ValueError(f"no plain chat can be rendered: {error}") from error
         before, probe, after = closed.rpartition(_PROBE)
         if not prompt:
             raise ValueError("the chat template shows nothing before an answer")
         if not probe:
             raise ValueError("the chat template does not show the assistant's messages")
+        if _QUESTION not in prompt:
+            raise ValueError("the chat template does not show the user's messages as text")
         lead = before.removeprefix(prompt)
-        end = self._added_token.search(after)
-        return lead if lead.isspace() else "", after[: end.end()] if end else ""
+        return lead if lead.isspace() else "", after, prompt + closed
 
-    def _render(self, messages: Sequence[Message], header: bool) -> str:
-        chat: list[Any] = [_as_dict(message) for message in messages]
-        text = self.tokenizer.apply_chat_template(
-            chat,
-            tokenize=False,
-            add_generation_prompt=header,
-            **self.template_kwargs,
-        )
-        assert isinstance(text, str)
+    def _markers_work(self) -> bool:
+        if not markers.has_markers(self._template(())):
+            return False
+        exchange = [Message("user", _QUESTION), Message("assistant", _PROBE)]
+        self.by_markers = True
+        prompt = self._render(exchange[:1], header=True)
+        try:
+            return any(self._inside(exchange, prompt, self._lead + _PROBE, ()))
+        except RowError:
+            logger.warning("the chat template's generation markers cannot be followed: ignored")
+            return False
+
+    def _template(self, tools: Sequence[Mapping[str, object]]) -> str:
+        """Return the template of a chat; some tokenizers have another one for chats with tools."""
+        given = list(map(dict, tools)) or self.template_kwargs.get("tools")
+        return str(self.tokenizer.get_chat_template(tools=given))
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        header: bool,
+        tools: Sequence[Mapping[str, object]] = (),
+        template: str | None = None,
+    ) -> str:
+        chat: list[Any] = [message.as_dict() for message in messages]
+        settings = self.template_kwargs | ({"tools": list(tools)} if tools else {})
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                add_generation_prompt=header,
+                chat_template=template,
+                **settings,
+            )
+            assert isinstance(text, str)
+            text.encode()  # half of a surrogate pair in a call or a tool
+        except _TEMPLATE_ERRORS as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0][:_REASON]
+            said = "".join(letter if letter.isprintable() else " " for letter in said)
+            raise RowError(f"the chat template refuses it: {said}") from error
         return text
 
     def _encode(self, text: str) -> list[int]:
@@ -170,18 +288,35 @@ class ChatFormat:
 
     def _check_kwargs(self) -> None:
         reserved = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+        template = str(self.tokenizer.chat_template)
         for name in self.template_kwargs:
             if name in reserved - {"tools", "documents"}:
                 raise ValueError(
                     f"template_kwargs.{name}: not a setting of the template; "
                     "give only what the template itself reads"
                 )
-            if name not in str(self.tokenizer.chat_template):
+            if name not in template:
                 logger.warning("template_kwargs.%s: the chat template never reads it", name)
+        if "strftime_now" in template and "date_string" not in self.template_kwargs:
+            logger.warning(
+                "the chat template may write today's date: rows of another day are other rows; "
+                "fix it where the template allows, such as by template_kwargs.date_string"
+            )
+
+
+def _continued(prompt: str, content: str) -> str:
+    """Return an answer without what the prompt's header has begun, such as `<think>`."""
+    said = content.lstrip()
+    white = prompt[len(prompt.rstrip()) :]
+    for mark in re.finditer("<", prompt[-_HEADER:]):
+        begun = prompt[-_HEADER:][mark.start() :].rstrip()
+        if said.startswith(begun):
+            return said.removeprefix(begun).removeprefix(white)
+    return content
 
 
 def build_rows(
-    conversations: Sequence[Conversation],
+    examples: Sequence[Conversation | Tokenised],
     fmt: ChatFormat,
     max_length: int,
     min_supervised: int = 1,
@@ -190,39 +325,60 @@ def build_rows(
 
     Raises ValueError when no row is left.
     """
+    check_settings(examples, fmt)
     rows: list[Row] = []
     skips = Skips()
-    for conversation in conversations:
+    origins: Counter[Origin] = Counter()
+    for example in examples:
         try:
-            made = fmt.rows(conversation, max_length)
+            pieces = fmt.pieces(example)
+            made = join(example.id, pieces)
         except RowError as error:
-            skips.add(str(error), conversation.id)
+            skips.add(str(error), example.id)
             continue
-        for row in made:
-            if sum(row.mask) < min_supervised:
-                reason = f"fewer than {min_supervised} supervised tokens in max_length"
-                skips.add(f"{reason} {max_length}", row.id)
-            else:
-                rows.append(row)
+        origins.update(piece.origin for piece in pieces)
+        rows += fitting(made, max_length, min_supervised, skips)
     if not rows:
         raise ValueError(f"no row is left with max_length {max_length}; {skips.summary()}")
     cut = sum(len(row.ids) == max_length for row in rows)
     if cut:
         logger.info("%d of %d rows fill max_length %d and may be cut", cut, len(rows), max_length)
+    if origins["re-encoded"]:
+        logger.warning(
+            "%d of %d answers with ids of their own were encoded anew: "
+            "this tokenizer reads those ids as another text",
+            origins["re-encoded"],
+            origins["re-encoded"] + origins["kept"],
+        )
     return rows, skips
 
 
-def rows_key(path: str | Path, fmt: ChatFormat, max_length: int, min_supervised: int = 1) -> str:
-    """Return the sha256 that names the rows built from this file with these settings."""
-    with Path(path).open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()
+def check_settings(examples: Sequence[Conversation | Tokenised], fmt: ChatFormat) -> None:
+    """Warn of answers that were written under other template arguments than these (F07)."""
+    told = [example.answered_with for example in examples if isinstance(example, Conversation)]
+    others = [found for found in told if found not in (None, fmt.template_kwargs)]
+    if others:
+        logger.warning(
+            "%d of %d conversations were answered with template arguments %s, not with %s: "
+            "give the same, or answer the prompts anew",
+            len(others),
+            len(told),
+            others[0],
+            fmt.template_kwargs,
+        )
+
+
+def rows_key(source: str | Path, fmt: ChatFormat, max_length: int, min_supervised: int = 1) -> str:
+    """Return the sha256 that names the rows built from this source with these settings."""
     parts = {
         "version": ROWS_VERSION,
-        "file": [Path(path).name, content],  # the name is part of made-up row ids
+        "files": content_of(source),  # their names are part of made-up row ids
         "tokenizer": _tokenizer_content(fmt.tokenizer),
         "special_tokens": fmt.tokenizer.special_tokens_map,
         "template": fmt.tokenizer.chat_template,
         "template_kwargs": fmt.template_kwargs,
+        "rendered": fmt.example,  # some templates write the date
+        "mask": "markers" if fmt.by_markers else "rendering",
         "max_length": max_length,
         "min_supervised": min_supervised,
     }
@@ -236,47 +392,3 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> object:
         return tokenizer.get_vocab()
     content = json.loads(backend.to_str())
     return {key: value for key, value in content.items() if key not in ("padding", "truncation")}
-
-
-def _join(
-    pieces: Sequence[tuple[list[int], list[int]]], max_length: int
-) -> Iterator[tuple[list[int], list[bool]]]:
-    """Chain (prompt, answer) pairs while each prompt repeats the ids before it; yield the chains.
-
-    Each chain is cut at `max_length`.
-    """
-    ids: list[int] = []
-    mask: list[bool] = []
-    for prompt, answer in pieces:
-        if prompt[: len(ids)] != ids:
-            yield ids[:max_length], mask[:max_length]
-            ids, mask = [], []
-        mask = mask + [False] * (len(prompt) - len(ids)) + [True] * len(answer)
-        ids = prompt + answer
-    yield ids[:max_length], mask[:max_length]
-
-
-def _as_dict(message: Message) -> dict[str, object]:
-    calls = {"tool_calls": list(message.tool_calls)} if message.tool_calls else {}
-    return {"role": message.role, "content": message.content, **calls}
-
-
-def _leaves(call: Mapping[str, object]) -> Iterator[str]:
-    """Yield the texts that a rendered call must show: its name, its arguments' keys and values."""
-    function = call["function"]
-    assert isinstance(function, Mapping)
-    open_values: list[object] = [function["name"], function["arguments"]]
-    while open_values:
-        value = open_values.pop()
-        if isinstance(value, Mapping):
-            open_values += [*value.keys(), *value.values()]
-        elif isinstance(value, list):
-            open_values += value
-        elif isinstance(value, str | int | float) and not isinstance(value, bool):
-            yield str(value)
-
-
-def _shows(text: str, leaf: str) -> bool:
-    """Say whether the text holds the leaf, plainly or as JSON writes it."""
-    written = (json.dumps(leaf, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
-    return leaf in text or any(form in text for form in written)

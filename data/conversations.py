@@ -1,8 +1,18 @@
-"""Read conversations and prompts from files, row by row, and say which rows could not be used.
+"""Read conversations and prompts row by row, and say which rows could not be used.
 
-Files are `.jsonl`, `.jsonl.gz` (one object a line) or `.json` (one array of objects). A bad row
-costs that row only: it is skipped with a reason, or refused with its line where `strict` is set.
-This module knows no tokenizer and no template: what a template cannot render is found in `chat`.
+A bad row costs that row only: it is skipped with a reason, or refused with its place where `strict`
+is set. Where rows come from is `sources`' part; what a template cannot render is found in `chat`.
+
+| row | read as |
+| --- | --- |
+| `messages` or `conversations` | turns of `role`/`content` or `from`/`value`; `tools` if there |
+| `prompt` with `completion` or `response` | one exchange; either may be a list of messages |
+| `instruction` (`input`) with `output` or `response` | one exchange; so too question and answer |
+| `input_ids` with `loss_mask` or `labels` | ids and mask as they are |
+| `turns` | prompts only |
+
+`system` (or `system_prompt`) of a row comes before its messages, and the pairs of its `history`
+before its question.
 
 One rule for roles that do not alternate: messages are kept as they are, never merged or reordered,
 so each assistant message is one answer, also the second of two in a row. A conversation needs a
@@ -11,41 +21,41 @@ user message before its first answer; messages after its last answer have nothin
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar, cast
+from typing import Literal, TypeVar
+
+from drafthead.data.messages import Message, message_of, parsed, text_of, token_ids, tools_of
+from drafthead.data.sources import RowError, entries, kind
+
+__all__ = [
+    "Conversation",
+    "Finish",
+    "Message",
+    "Prompt",
+    "RowError",
+    "Skips",
+    "Tokenised",
+    "read_conversations",
+    "read_prompts",
+]
 
 Finish = Literal["stop", "length"]
 Item = TypeVar("Item")
 
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "human": "user",
-    "gpt": "assistant",
-}
+_QUESTIONS = ("prompt", "instruction", "question", "query")
+_CONTEXTS = ("input", "context")
+_ANSWERS = ("completion", "response", "output", "answer")
+_SYSTEMS = ("system", "system_prompt")
+_OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_IDS = ("input_ids", "ids")
+_MASKS = ("loss_mask", "mask", "assistant_masks", "completion_mask")
+_IGNORED = -100
+"""The label of a position that is not trained."""
 _SHOWN_ROWS = 3
 """Row references that a summary names for each reason."""
-
-
-class RowError(ValueError):
-    """One row that cannot be used; the text is the reason under which it is counted."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn; `tool_calls` are the calls an assistant made, their arguments as objects."""
-
-    role: str
-    content: str
-    tool_calls: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,13 +63,26 @@ class Conversation:
     """Messages with at least one answer.
 
     `finish` says how the last answer ended: "length" means cut by a limit, so no end of turn
-    follows it.
+    follows it. `tools` are those the assistant could call. `answered_with` are the template
+    arguments under which the answers were written, where the row tells.
     """
 
     id: str
     category: str
     messages: Sequence[Message]
     finish: Finish = "stop"
+    tools: tuple[Mapping[str, object], ...] = ()
+    answered_with: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """A row that came as token ids; `mask[t]` is True where token t itself is trained."""
+
+    id: str
+    category: str
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -108,100 +131,66 @@ class Skips:
         return f"{self.total} rows skipped: " + "; ".join(reasons)
 
 
-def read_conversations(path: str | Path, strict: bool = False) -> tuple[list[Conversation], Skips]:
-    """Read rows with `messages` or `conversations`: `role`/`content` or `from`/`value` each.
+def read_conversations(
+    source: str | Path, strict: bool = False
+) -> tuple[list[Conversation | Tokenised], Skips]:
+    """Read a file, folder or data set of conversations, or of rows that are token ids already.
 
     Raises ValueError when no row is left, or for the first bad row where `strict` is set.
     """
-    return _read(Path(path), _conversation, strict)
+    return _read(source, _example, strict)
 
 
-def read_prompts(path: str | Path) -> tuple[list[Prompt], Skips]:
+def read_prompts(source: str | Path) -> tuple[list[Prompt], Skips]:
     """Read rows with `turns` (texts) and an optional `system`; of conversations, the user turns.
 
     Raises ValueError when no row is left.
     """
-    return _read(Path(path), _prompt, strict=False)
+    return _read(source, _prompt, strict=False)
 
 
 def _read(
-    path: Path, parse: Callable[[dict[str, object], str], Item], strict: bool
+    source: str | Path, parse: Callable[[dict[str, object], str], Item], strict: bool
 ) -> tuple[list[Item], Skips]:
-    """Parse every row of the file; `parse` gets the row and the id it has if it names none."""
+    """Parse every row of the source; `parse` gets the row and the id it has if it names none."""
     items: list[Item] = []
     skips = Skips()
-    stem = path.name.split(".")[0]
-    unit = "item " if path.suffix == ".json" else ""
-    for number, entry in _entries(path):
+    for entry in entries(source):
         named = ""
         try:
-            row = _row(entry)
+            row = _row(entry.value)
             named = _id(row, "")
-            items.append(parse(row, f"{stem}-{number}"))
+            items.append(parse(row, entry.default_id))
         except RowError as error:
             if strict:
-                raise ValueError(f"{path}:{unit}{number}: {error}") from error
+                raise ValueError(f"{entry.path}:{entry.place}: {error}") from error
             named = f" ({named})" if named else ""
-            skips.add(str(error), f"{path.name}:{unit}{number}{named}")
+            skips.add(str(error), f"{Path(entry.path).name}:{entry.place}{named}")
     if not items:
-        raise ValueError(f"{path}: no usable row; {skips.summary()}")
+        found = f"no usable row; {skips.summary()}" if skips.total else "no row at all"
+        raise ValueError(f"{source}: {found}")
     return items, skips
 
 
-def _entries(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield (line, its bytes) or, for an array, (place from 1, element)."""
-    if path.name.endswith(".json"):
-        yield from enumerate(_array(path), start=1)
-    elif path.name.endswith(".jsonl"):
-        with path.open("rb") as file:
-            yield from _lines(file)
-    elif path.name.endswith(".jsonl.gz"):
+def _row(value: object) -> dict[str, object]:
+    """Return the row's keys and values, without those that hold null."""
+    if isinstance(value, RowError):
+        raise value
+    if isinstance(value, bytes):
         try:
-            with gzip.open(path, "rb") as file:
-                yield from _lines(cast(BinaryIO, file))
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path}: damaged gzip file ({error})") from error
-    else:
-        raise ValueError(f"{path}: unknown kind of file; use .jsonl, .jsonl.gz or .json")
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(file, start=1):
-        text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
-        if text:
-            yield number, text
-
-
-def _array(path: Path) -> list[object]:
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}:{error.lineno}: not one JSON array ({error.msg}); "
-            "a file with one object a line is named .jsonl"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not one JSON array ({error})") from error
-    if not isinstance(value, list):
-        raise ValueError(f"{path}: holds {_kind(value)}; a .json file holds one array of rows")
-    return value
-
-
-def _row(entry: object) -> dict[str, object]:
-    value = entry
-    if isinstance(entry, bytes):
-        try:
-            value = json.loads(entry.decode())
+            value = json.loads(value.decode())
         except UnicodeDecodeError as error:
             raise RowError("not UTF-8 text") from error
         except (ValueError, RecursionError) as error:
             raise RowError("not valid JSON") from error
     if not isinstance(value, dict):
-        raise RowError(f"the row is {_kind(value)}, not an object")
-    return value
+        raise RowError(f"the row is {kind(value)}, not an object")
+    return {key: item for key, item in value.items() if item is not None}
 
 
-def _conversation(row: dict[str, object], default_id: str) -> Conversation:
+def _example(row: dict[str, object], default_id: str) -> Conversation | Tokenised:
+    if not _holds_messages(row) and _key(row, _IDS):
+        return _tokenised(row, default_id)
     messages = _messages(row)
     roles = [message.role for message in messages]
     if "assistant" not in roles:
@@ -211,119 +200,163 @@ def _conversation(row: dict[str, object], default_id: str) -> Conversation:
     finish = row.get("finish") or "stop"
     if finish not in ("stop", "length"):
         raise RowError("'finish' is neither 'stop' nor 'length'")
-    return Conversation(_id(row, default_id), _category(row), tuple(messages), finish)
+    return Conversation(
+        _id(row, default_id),
+        _category(row),
+        tuple(messages),
+        finish,
+        tools_of(row.get("tools")),
+        _answered_with(row),
+    )
+
+
+def _answered_with(row: dict[str, object]) -> Mapping[str, object] | None:
+    made = row.get("made")
+    found = made.get("template_kwargs") if isinstance(made, dict) else None
+    found = row.get("chat_template_kwargs") if found is None else found
+    return found if isinstance(found, dict) else None
 
 
 def _prompt(row: dict[str, object], default_id: str) -> Prompt:
     if "turns" in row:
-        turns = [_text(turn, "a turn") for turn in _list(row, "turns")]
-        system = None if row.get("system") is None else _text(row["system"], "'system'")
-    elif not {"messages", "conversations"} & set(row):
-        raise RowError("no 'turns', 'messages' or 'conversations'")
+        turns = [text_of(turn, "a turn") for turn in _list(row, "turns")]
+        system = _system(row)
+    elif not _holds_messages(row) and not _key(row, _QUESTIONS):
+        raise RowError("no 'turns', 'messages', 'conversations' or 'prompt'")
     else:
-        messages = _messages(row)
+        messages = _messages(row) if _holds_messages(row) else _opened(row, _asked(row))
         turns = [message.content for message in messages if message.role == "user"]
-        system = messages[0].content if messages[0].role == "system" else None
+        system = messages[0].content if messages and messages[0].role == "system" else None
     if not turns:
         raise RowError("no user turn")
     return Prompt(_id(row, default_id), _category(row), tuple(turns), system)
 
 
+def _holds_messages(row: Mapping[str, object]) -> bool:
+    return _key(row, ("messages", "conversations")) is not None
+
+
 def _messages(row: dict[str, object]) -> list[Message]:
-    key = next((key for key in ("messages", "conversations") if key in row), None)
-    if key is None:
-        raise RowError("no 'messages' or 'conversations'")
-    messages = [_message(message) for message in _list(row, key)]
-    if not messages:
-        raise RowError("no messages")
+    key = _key(row, ("messages", "conversations"))
+    if key is not None:
+        messages = [message_of(message) for message in _list(row, key)]
+        if not messages:
+            raise RowError("no messages")
+        return _opened(row, messages)
+    answer = _key(row, _ANSWERS)
+    if _key(row, _QUESTIONS) is None or answer is None:
+        if "turns" in row:
+            raise RowError("'turns' are prompts without answers; `drafthead regenerate` adds them")
+        raise RowError("no 'messages', 'conversations', or 'prompt' with 'completion'")
+    said = row[answer]
+    if not isinstance(said, list):
+        said = [{"role": "assistant", "content": said}]
+    return _opened(row, [*_asked(row), *(message_of(message) for message in said)])
+
+
+def _opened(row: dict[str, object], messages: list[Message]) -> list[Message]:
+    """Put the row's own system text before its messages."""
+    if any(row.get(key) for key in _OTHER_MEDIA):
+        raise RowError("the row holds images, video or sound, which are not read")
+    system = _system(row)
+    if system is None:
+        return messages
+    if not messages or messages[0].role != "system":
+        return [Message("system", system), *messages]
+    if messages[0].content != system:
+        raise RowError("'system' is another text than the system message")
     return messages
 
 
-def _message(message: object) -> Message:
-    if not isinstance(message, dict):
-        raise RowError(f"a message is {_kind(message)}, not an object")
-    name = message.get("role", message.get("from"))
-    role = _ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise RowError(f"unknown role {name!r}")
-    calls = _tool_calls(message) if role == "assistant" else ()
-    content = message["content"] if "content" in message else message.get("value")
-    if content is None and calls:
-        return Message(role, "", calls)
-    text = _text(content, f"the content of the {role}")
-    if role == "assistant" and not text and not calls:
-        raise RowError("empty assistant message")
-    return Message(role, text, calls)
+def _system(row: dict[str, object]) -> str | None:
+    key = _key(row, _SYSTEMS)
+    return None if key is None else text_of(row[key], f"{key!r}") or None
 
 
-def _text(content: object, what: str) -> str:
-    """Return the text of a string or of a list of text parts, joined with nothing between."""
-    if not isinstance(content, str | list):
-        raise RowError(f"{what} is {_kind(content)}, not text")
-    parts = [content] if isinstance(content, str) else content
-    text = "".join(_part(part, what) for part in parts)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(f"{what} holds half of a surrogate pair") from error
-    return text
+def _asked(row: dict[str, object]) -> list[Message]:
+    """Return the messages of a row's question: a list of them, or a text with what it is about."""
+    key = _key(row, _QUESTIONS)
+    assert key is not None
+    question = row[key]
+    if isinstance(question, list):
+        return [message_of(message) for message in question]
+    texts = [text_of(question, f"{key!r}")]
+    about = _key(row, _CONTEXTS)
+    if about is not None and row[about]:
+        texts.append(text_of(row[about], f"{about!r}"))
+    return [*_history(row), Message("user", "\n\n".join(texts))]
 
 
-def _part(part: object, what: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise RowError(f"{what} is {_kind(part)}, not text")
-    if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise RowError(f"{what} has a part of type {part.get('type')!r}, not text")
-    return cast(str, part["text"])
+def _history(row: dict[str, object]) -> list[Message]:
+    """Return the exchanges before a question, which are pairs of texts."""
+    messages = []
+    for pair in _list(row, "history") if row.get("history") else []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("'history' holds what is no pair of question and answer")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            messages.append(Message(role, text_of(text, "'history'")))
+    return messages
 
 
-def _tool_calls(message: Mapping[str, object]) -> tuple[Mapping[str, object], ...]:
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise RowError("'tool_calls' is not a list")
-    return tuple(_tool_call(call) for call in calls)
+def _tokenised(row: dict[str, object], default_id: str) -> Tokenised:
+    """Read ids with their mask; padding that an attention mask names is cut off."""
+    key = _key(row, _IDS)
+    assert key is not None
+    ids = token_ids(row[key], f"{key!r}")
+    mask = _loss_mask(row, key, ids)
+    if "attention_mask" in row:
+        real = _bits(row, "attention_mask", len(ids))
+        ids = tuple(token for token, keep in zip(ids, real, strict=True) if keep)
+        mask = tuple(on for on, keep in zip(mask, real, strict=True) if keep)
+    if not any(mask):
+        raise RowError("the mask is all zeros: no token is trained")
+    if all(mask):
+        raise RowError("the mask is all ones: the prompt would be trained too")
+    return Tokenised(_id(row, default_id), _category(row), ids, mask)
 
 
-def _tool_call(call: object) -> Mapping[str, object]:
-    """Return the call with its arguments as an object, which is what templates render."""
-    if not isinstance(call, dict):
-        raise RowError(f"a tool call is {_kind(call)}, not an object")
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError("a tool call names no function")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise RowError("the arguments of a tool call are not valid JSON") from error
-    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **made} if "id" in call else made
+def _loss_mask(row: dict[str, object], key: str, ids: Sequence[int]) -> tuple[bool, ...]:
+    named = _key(row, _MASKS)
+    if named is not None:
+        return _bits(row, named, len(ids))
+    if "labels" not in row:
+        raise RowError(f"{key!r} without 'loss_mask' or 'labels'")
+    labels = _list(row, "labels")
+    if len(labels) != len(ids):
+        raise RowError(f"'labels' has {len(labels)} entries for {len(ids)} ids")
+    if any(label not in (_IGNORED, token) for label, token in zip(labels, ids, strict=True)):
+        raise RowError(f"'labels' are neither the ids themselves nor {_IGNORED}")
+    return tuple(label != _IGNORED for label in labels)
+
+
+def _bits(row: dict[str, object], key: str, length: int) -> tuple[bool, ...]:
+    bits = _list(row, key)
+    if len(bits) != length:
+        raise RowError(f"{key!r} has {len(bits)} entries for {length} ids")
+    if not all(isinstance(bit, int) and bit in (0, 1) for bit in bits):
+        raise RowError(f"{key!r} holds something else than 0 and 1")
+    return tuple(bool(bit) for bit in bits)
+
+
+def _key(row: Mapping[str, object], keys: Sequence[str]) -> str | None:
+    """Return the first of the keys that the row has."""
+    return next((key for key in keys if key in row), None)
 
 
 def _list(row: dict[str, object], key: str) -> list[object]:
-    value = row[key]
+    value = parsed(row[key])
     if not isinstance(value, list):
-        raise RowError(f"{key!r} is {_kind(value)}, not a list")
+        raise RowError(f"{key!r} is {kind(value)}, not a list")
     return value
 
 
 def _id(row: dict[str, object], default: str) -> str:
     value = row.get("id")
-    return str(value) if isinstance(value, str | int) and value != "" else default
+    # Ids go into messages and names: one that would move a terminal's cursor is none.
+    usable = isinstance(value, str | int) and value != "" and str(value).isprintable()
+    return str(value) if usable else default
 
 
 def _category(row: dict[str, object]) -> str:
     value = row.get("category")
-    return value if isinstance(value, str) and value else "other"
-
-
-def _kind(value: object) -> str:
-    """Name the type of a JSON value in a message."""
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a text"}
-    names |= {list: "a list", dict: "an object"}
-    return names[type(value)]
+    return value if isinstance(value, str) and value and value.isprintable() else "other"

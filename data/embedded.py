@@ -25,6 +25,8 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+from drafthead.data.sources import exists
+
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
@@ -106,13 +108,20 @@ def is_complete(directory: Path) -> bool:
 
 
 def data_path(name: str) -> Path:
-    """Find a file of conversations or prompts; `samples/NAME` is an embedded one."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
+    """Find a source of conversations or prompts (see `sources`); `samples/NAME` is an embedded one.
+
+    A data set of the Hub is no path but keeps its name as one.
+    """
+    with contextlib.suppress(RuntimeError):  # a `~user` that is none
+        path = Path(name).expanduser()
+        if exists(path):
+            return path
     if name.startswith("samples/"):
         return sample_path(name)
-    raise FileNotFoundError(f"{name}: no such data file (embedded ones are called samples/NAME)")
+    raise FileNotFoundError(
+        f"{name}: no such data file or folder (embedded ones are called samples/NAME, data sets of "
+        "the Hub hub:ORG/NAME)"
+    )
 
 
 def sample_path(name: str) -> Path:

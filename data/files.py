@@ -14,10 +14,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     A link stays and leads to the new file; what is no file, as /dev/stdout, is written to.
     """
-    path, data = path.resolve(), content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # a pipe's resolved name would lead nowhere
         path.write_bytes(data)
         return
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(data)

@@ -6,66 +6,26 @@ import json
 import logging
 from pathlib import Path
 
-import jinja2
 import pytest
+from chats import (
+    ALTERNATING,
+    FORGETFUL,
+    PLAIN,
+    THINKING,
+    TOOLS,
+    ask,
+    chat_format,
+    encode,
+    supervised,
+    talk,
+    tool_talk,
+)
 from tiny import CHATML, CORPUS, tiny_tokenizer
 from tokenizers import Regex, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
-from drafthead.data.chat import ChatFormat, Row, build_rows, rows_key
-from drafthead.data.conversations import Conversation, Finish, Message, RowError
-
-HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-TURN = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'"
-PLAIN = "{% for message in messages %}{{ " + TURN + " }}{% endfor %}" + HEADER
-ALTERNATING = (
-    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ "
-    + TURN
-    + " }}{% endfor %}"
-    + HEADER
-)
-THINKING = PLAIN.replace(
-    HEADER,
-    HEADER.replace(
-        "{% endif %}", "{% if not think %}{{ '<think></think>' }}{% endif %}{% endif %}"
-    ),
-)
-FORGETFUL = PLAIN.replace("message['content']", "message['content'].split('</think>')[-1]")
-TOOLS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{{ message['content'] }}{% for call in message.tool_calls %}"
-    "{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}" + HEADER
-)
-
-
-def talk(*turns: tuple[str, str], finish: Finish = "stop", name: str = "c") -> Conversation:
-    return Conversation(name, "chat", [Message(role, text) for role, text in turns], finish)
-
-
-def ask(question: str, answer: str, name: str = "c") -> Conversation:
-    return talk(("user", question), ("assistant", answer), name=name)
-
-
-def chat_format(template: str = CHATML, **kwargs: object) -> ChatFormat:
-    return ChatFormat(tiny_tokenizer(template=template), kwargs)
-
-
-def supervised(fmt: ChatFormat, row: Row) -> list[str]:
-    """Return the text of each run of supervised tokens."""
-    runs: list[list[int]] = []
-    for t, (token, on) in enumerate(zip(row.ids, row.mask, strict=True)):
-        if on and not (t and row.mask[t - 1]):
-            runs.append([])
-        if on:
-            runs[-1].append(token)
-    return [fmt.tokenizer.decode(run) for run in runs]
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+from drafthead.data.chat import ChatFormat, build_rows, rows_key
+from drafthead.data.conversations import Conversation, Message, RowError, read_conversations
 
 
 def test_f01_a_conversation_that_cannot_be_rendered_is_skipped_and_counted() -> None:
@@ -197,7 +157,8 @@ def test_f07_a_setting_the_template_never_reads_is_said(caplog: pytest.LogCaptur
         chat_format(tokenize=True)
 
 
-def test_f08_a_token_that_grows_over_the_seam_gives_serving_equal_ids() -> None:
+@pytest.mark.parametrize("word", ["memory", "日本", "🎈"])
+def test_f08_a_token_that_grows_over_the_seam_gives_serving_equal_ids(word: str) -> None:
     words = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\s+|[^\s\p{L}]+"), "isolated")
     split = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -205,14 +166,14 @@ def test_f08_a_token_that_grows_over_the_seam_gives_serving_equal_ids() -> None:
     template = PLAIN.replace("assistant\n", "assistant.").replace(
         "['role'] + '\n'", "['role'] + '.'"
     )
-    tokenizer = tiny_tokenizer(template=template, corpus=[*CORPUS, ".memory " * 99], split=split)
-    assert len(encode(tokenizer, ".memory")) == 1
+    tokenizer = tiny_tokenizer(template=template, corpus=[*CORPUS, f".{word} " * 99], split=split)
+    assert len(encode(tokenizer, f".{word}")) == 1
     fmt = ChatFormat(tokenizer)
-    turns = (("user", "Hi"), ("assistant", "memory"), ("user", "Hi"), ("assistant", "Fine"))
+    turns = (("user", "Hi"), ("assistant", word), ("user", "Hi"), ("assistant", "Fine"))
     first, second = fmt.rows(talk(*turns), 512)
     prompt = fmt.prompt_ids([Message("user", "Hi")])
-    assert first.ids == prompt + encode(tokenizer, "memory<|im_end|>")
-    assert supervised(fmt, first) == ["memory<|im_end|>"]
+    assert first.ids == prompt + encode(tokenizer, f"{word}<|im_end|>")
+    assert supervised(fmt, first) == [f"{word}<|im_end|>"]
     assert second.ids[: -sum(second.mask)] == fmt.prompt_ids(talk(*turns).messages[:3])
     assert supervised(fmt, second) == ["Fine<|im_end|>"]
 
@@ -250,20 +211,6 @@ def test_f09_one_bos_and_the_same_ids_in_training_and_serving() -> None:
     )
     assert prompt == served["input_ids"] == row.ids[: len(prompt)]
     assert row.ids.count(bos) == 1
-
-
-def tool_talk() -> Conversation:
-    function = {"name": "weather", "arguments": {"city": 'the "old" town', "days": 3}}
-    return Conversation(
-        "c",
-        "tools",
-        [
-            Message("user", "Rain?"),
-            Message("assistant", "", ({"type": "function", "function": function},)),
-            Message("tool", "21 degrees"),
-            Message("assistant", "No."),
-        ],
-    )
 
 
 def test_f10_rendered_tool_calls_are_supervised_and_their_results_are_not() -> None:
@@ -318,18 +265,39 @@ def test_the_answer_keeps_the_space_a_template_opens_it_with() -> None:
 def test_a_tokenizer_without_a_usable_template_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="has no chat template"):
         ChatFormat(tiny_tokenizer(template=None))
-    with pytest.raises(ValueError, match="cannot render a plain chat: no chats"):
+    with pytest.raises(ValueError, match=r"no plain chat can be rendered: .*: no chats$"):
         chat_format("{{ raise_exception('no chats') }}")
     with pytest.raises(ValueError, match="does not show the assistant's messages"):
         chat_format("{{ messages[0].content }}")
+    parts = "{% for part in message['content'] %}{{ part.text }}{% endfor %}"
+    with pytest.raises(ValueError, match="does not show the user's messages as text"):
+        chat_format(
+            "{% for message in messages %}{% if message.role == 'user' %}" + parts + "{% else %}"
+            "{{ message.content }}{% endif %}<|im_end|>{% endfor %}"
+        )
     with pytest.raises(ValueError, match="shows nothing before an answer"):
         chat_format("{% if messages[1] %}{{ messages[1].content }}{% endif %}")
 
 
-def test_prompt_ids_raises_what_the_template_raises_and_rows_names_it() -> None:
+@pytest.mark.parametrize(
+    "fault",
+    ["1 // 0", "range(10 ** 9)", "messages[99].x.y", "'%s%s' | format(1)", "raise_exception(bad)"],
+)
+def test_f02_whatever_a_template_raises_costs_one_row(fault: str) -> None:
+    template = "{% if messages | length > 2 %}{{ " + fault + " }}{% endif %}" + PLAIN
+    fmt = chat_format(template, bad="no\x1b[2J way " + "x" * 999)
+    turns = (("user", "Hi"), ("assistant", "One"), ("user", "Hi"), ("assistant", "Two"))
+    rows, skips = build_rows([ask("Hi", "Yes"), talk(*turns)], fmt, 512)
+    assert (len(rows), skips.total) == (1, 1)
+    assert "the chat template refuses it: " in skips.summary()
+    assert skips.summary().isprintable()
+    assert len(skips.summary()) < 300
+
+
+def test_a_template_that_refuses_a_prompt_is_named() -> None:
     fmt = chat_format(ALTERNATING)
     twice = [Message("user", "Hi"), Message("user", "Hi")]
-    with pytest.raises(jinja2.TemplateError, match="roles must alternate"):
+    with pytest.raises(RowError, match="the chat template refuses it: roles must alternate"):
         fmt.prompt_ids(twice)
     with pytest.raises(RowError, match="the chat template refuses it: roles must alternate"):
         fmt.rows(Conversation("c", "chat", [*twice, Message("assistant", "Hello")]), 512)
@@ -339,3 +307,55 @@ def test_the_number_of_rows_that_may_be_cut_is_logged(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, logger="drafthead.data.chat"):
         build_rows([ask("Hi", "Hello there, this is an answer")], chat_format(), 40)
     assert "1 of 1 rows fill max_length 40" in caplog.text
+
+
+def test_the_tools_of_a_row_are_what_the_template_is_given() -> None:
+    fmt = chat_format("{{ tools | tojson if tools else '' }}" + PLAIN)
+    tool = {"type": "function", "function": {"name": "weather"}}
+    exchange = ask("Hi", "Hello")
+    given = Conversation("c", "chat", exchange.messages, tools=(tool,))
+    (row,) = fmt.rows(given, 512)
+    assert row.ids[: row.mask.index(True)] == fmt.prompt_ids(exchange.messages[:1], [tool])
+    assert fmt.tokenizer.decode(row.ids).startswith('[{"type": "function"')
+    assert not fmt.tokenizer.decode(fmt.rows(exchange, 512)[0].ids).startswith("[")
+
+
+REASONING = PLAIN.replace(
+    "+ message['content'] +",
+    "+ (('<think>' + message.reasoning_content + '</think>') if message.reasoning_content else '')"
+    " + message['content'] +",
+)
+
+
+def test_reasoning_is_emitted_before_the_answer_or_the_row_is_refused() -> None:
+    answer = Message("assistant", "Paris", reasoning="The capital.")
+    thinking = Conversation("c", "chat", [Message("user", "Hi"), answer])
+    fmt = chat_format(REASONING)
+    (row,) = fmt.rows(thinking, 512)
+    assert supervised(fmt, row) == ["<think>The capital.</think>Paris<|im_end|>"]
+    with pytest.raises(RowError, match="leaves out the reasoning"):
+        chat_format(PLAIN).rows(thinking, 512)
+
+
+def test_a_template_that_may_write_the_date_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    template = "{{ date_string if date_string else strftime_now('%d %b %Y') }}" + PLAIN
+    chat_format(template, date_string="26 Jul 2024")
+    assert not caplog.records
+    chat_format(template)
+    assert "rows of another day are other rows" in caplog.text
+
+
+def test_f07_answers_made_under_other_template_arguments_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
+    made = [row | {"made": {"template_kwargs": {"think": think}}} for think in (False, True)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [row, *made]))
+    examples, _ = read_conversations(path)
+    build_rows(examples[:2], chat_format(THINKING, think=False), 512)
+    assert not caplog.records
+    build_rows(examples, chat_format(THINKING, think=False), 512)
+    assert "1 of 3 conversations were answered with template arguments {'think': True}" in (
+        caplog.text
+    )

@@ -7,20 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+from chats import ANSWER, USER, chat, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from drafthead.data.conversations import Message, Skips, read_conversations, read_prompts
-
-USER = {"role": "user", "content": "Hi"}
-ANSWER = {"role": "assistant", "content": "Hello"}
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def chat(*messages: object, **more: object) -> dict[str, object]:
-    return {"messages": list(messages), **more}
+from drafthead.data.conversations import (
+    Message,
+    Skips,
+    read_conversations,
+    read_prompts,
+)
 
 
 def test_f01_bad_rows_are_skipped_with_place_and_reason(tmp_path: Path) -> None:
@@ -40,7 +36,7 @@ def test_f01_bad_rows_are_skipped_with_place_and_reason(tmp_path: Path) -> None:
 
 
 def test_f01_a_file_of_nothing_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"empty\.jsonl: no usable row; 0 rows skipped$"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl: no row at all$"):
         read_conversations(write(tmp_path / "empty.jsonl"))
 
 
@@ -66,7 +62,7 @@ def test_f10_tool_calls_are_kept_with_arguments_as_objects(tmp_path: Path) -> No
     assert conversation.messages[1] == Message(
         "assistant", "", ({"id": "c1", "type": "function", "function": function},)
     )
-    assert conversation.messages[2] == Message("tool", "21 degrees")
+    assert conversation.messages[2] == Message("tool", "21 degrees", call_id="c1")
 
 
 def test_f11_one_odd_row_among_many_costs_that_row_only(tmp_path: Path) -> None:
@@ -79,12 +75,14 @@ def test_f11_one_odd_row_among_many_costs_that_row_only(tmp_path: Path) -> None:
         chat({**USER, "name": "Ann"}, {**ANSWER, "weight": 1}, source="x"),
         chat(USER, {"role": "assistant", "content": {"text": "Hello"}}),
         chat(USER, {"role": "assistant", "content": ""}),
+        chat(USER, {"role": "assistant", "content": " \n"}),
         chat({"role": "narrator", "content": "Once"}, ANSWER),
         chat("Hi", ANSWER),
         {"messages": json.dumps([USER, ANSWER])},
+        {"messages": "Hi"},
     ]
     conversations, skips = read_conversations(write(tmp_path / "mixed.jsonl", *rows))
-    assert len(conversations) == 1002
+    assert len(conversations) == 1003
     assert {tuple(conversation.messages) for conversation in conversations} == {
         (Message("user", "Hi"), Message("assistant", "Hello"))
     }
@@ -92,7 +90,7 @@ def test_f11_one_odd_row_among_many_costs_that_row_only(tmp_path: Path) -> None:
         "the content of the assistant is null, not text": 1,
         "the content of the user has a part of type 'image', not text": 1,
         "the content of the assistant is an object, not text": 1,
-        "empty assistant message": 1,
+        "empty assistant message": 2,
         "unknown role 'narrator'": 1,
         "a message is a text, not an object": 1,
         "'messages' is a text, not a list": 1,
@@ -171,8 +169,9 @@ def test_f12_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> No
         read_conversations(lines)
     with pytest.raises(ValueError, match=r"one\.json: holds an object"):
         read_conversations(write(tmp_path / "one.json", chat(USER, ANSWER)))
-    with pytest.raises(ValueError, match=r"a\.parquet: unknown kind of file; use \.jsonl"):
-        read_conversations(tmp_path / "a.parquet")
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(ValueError, match=r"a\.csv: unknown kind of file; use \.jsonl"):
+        read_conversations(tmp_path / "a.csv")
     with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
         read_conversations(tmp_path / "absent.jsonl")
     whole = gzip.compress(json.dumps(chat(USER, ANSWER)).encode() * 50)
@@ -196,18 +195,22 @@ def test_prompts_are_turns_or_the_user_turns_of_a_conversation(tmp_path: Path) -
         {"turns": ["Four?", 4]},
         {"turns": "Five?"},
         {"prompt": "Six?"},
+        {"instruction": "Add", "input": "2 + 2", "output": "4", "system": "Be exact"},
+        {"text": "Seven?"},
     )
     prompts, skips = read_prompts(path)
     assert [(p.id, p.category, list(p.turns), p.system) for p in prompts] == [
         ("p", "qa", ["One?", "Two?"], "Be brief"),
         ("prompts-2", "other", ["Three?"], None),
         ("prompts-3", "other", ["Hi", "Hi"], "Be kind"),
+        ("prompts-7", "other", ["Six?"], None),
+        ("prompts-8", "other", ["Add\n\n2 + 2"], "Be exact"),
     ]
     assert skips.rows == {
         "no user turn": ["prompts.jsonl:4"],
         "a turn is a number, not text": ["prompts.jsonl:5"],
         "'turns' is a text, not a list": ["prompts.jsonl:6"],
-        "no 'turns', 'messages' or 'conversations'": ["prompts.jsonl:7"],
+        "no 'turns', 'messages', 'conversations' or 'prompt'": ["prompts.jsonl:9"],
     }
 
 
@@ -221,3 +224,33 @@ def test_a_summary_is_one_line_with_counts_and_the_first_rows() -> None:
         "5 rows skipped: no messages: 4 [a.jsonl:1, a.jsonl:2, a.jsonl:3, ...]; "
         "not valid JSON: 1 [a.jsonl:9 (x)]"
     )
+
+
+# fmt: off
+KEYS = [
+    "role", "from", "content", "value", "messages", "conversations", "tool_calls", "function",
+    "name", "arguments", "type", "text", "ids", "tools", "prompt", "completion", "input_ids",
+    "loss_mask", "labels", "attention_mask", "finish", "reasoning", "id", "turns", "system",
+    "history", "images", "made", "template_kwargs",
+]
+# fmt: on
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
+        | st.sampled_from(["user", "assistant", "gpt", "text", "function_call", "tool"])
+    ),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(JSON, min_size=1, max_size=3))
+def test_f11_no_row_whatever_its_shape_can_stop_the_run(tmp_path_factory, rows: list) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    write(path, *rows, chat(USER, ANSWER), {"turns": ["Hi"]})
+    for read, usable in ((read_conversations, 1), (read_prompts, 2)):
+        found, skips = read(path)
+        assert len(found) + skips.total == len(rows) + 2
+        assert len(found) >= usable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_a_link_is_followed_and_a_device_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "far").read_text() == "text"
     assert null.is_char_device()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["far", "link", "null"]
+
+
+def test_a_pipe_is_written_to_by_the_name_it_has(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    write_atomically(Path(f"/dev/fd/{writer}"), "text")
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        assert file.read() == "text"
 
 
 def test_a_file_or_folder_is_held_once_and_free_afterwards(tmp_path: Path) -> None:
