@@ -23,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -73,16 +74,18 @@ class Target:
 
     @property
     def context(self) -> int:
-        """Most positions the model was made for.
+        """Most positions the model was made for (see `context_of`)."""
+        return context_of(self.config)
 
-        With `longrope`, those of its short table: a text that passes on to the long one has all its
-        keys made anew, which a store of keys cannot follow.
-        """
-        most = int(self.config.max_position_embeddings)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":
-            most = min(most, int(rope["original_max_position_embeddings"]))
-        return most
+    @property
+    def num_weights(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def source(self) -> PreTrainedModel | Path:
+        """What a head borrows from: the live model, or its folder where that is not whole."""
+        model: PreTrainedModel = self.model
+        return model
 
     def contract(
         self, layers: Sequence[int], template_kwargs: Mapping[str, Any] | None = None
@@ -182,9 +185,14 @@ class Target:
     def states(self, ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Right-padded ids (B, T) → features (B, T, L * D) and the output rows' input (B, T, D)."""
         with self._capture(layers) as captured:
-            last = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            last = self.last_hidden(ids)
         features = self._features(captured)
         return last[..., :0] if features is None else features, last
+
+    def last_hidden(self, ids: Tensor) -> Tensor:
+        """(B, T) ids → (B, T, D) states after the final norm, without a store."""
+        last: Tensor = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        return last
 
     @contextmanager
     def _capture(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -209,6 +217,19 @@ class Target:
         finally:
             for handle in hooked:
                 handle.remove()
+
+
+def context_of(config: PreTrainedConfig) -> int:
+    """Most positions that a model of this text config was made for.
+
+    With `longrope`, those of its short table: a text that passes on to the long one has all its
+    keys made anew, which a store of keys cannot follow.
+    """
+    most = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        most = min(most, int(rope["original_max_position_embeddings"]))
+    return most
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:

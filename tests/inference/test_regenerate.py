@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import signal
 import subprocess
@@ -12,37 +11,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from answering import ANSWERING, PROMPTS, begin, ending_target, part_of, rows
 from drafts import endless, own_greedy
-from tiny import tiny_tokenizer
+from tiny import tiny_head, tiny_tokenizer
 
 from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt, read_conversations
-from drafthead.data.files import held
-from drafthead.inference.regenerate import Answering, Report, loops, regenerate
+from drafthead.inference.answers import Answering, Talk
+from drafthead.inference.drafters import LookupDrafter
+from drafthead.inference.grow import HeadDrafter
+from drafthead.inference.regenerate import _Target, regenerate
+from drafthead.inference.store import Store
 from drafthead.inference.target import Target
-
-ANSWERING = Answering(max_new_tokens=16, seed=8, batch=3)
-PROMPTS = [
-    Prompt("a", "chat", ["What is the capital of France?", "And its river?", "And then?"]),
-    Prompt("b", "maths", ["Three apples and four pears make how many?"]),
-    Prompt("c", "chat", ["Write a function."], system="Be short and right, always."),
-    Prompt("d", "chat", ["Memory fades slowly.", "Why?"]),
-    Prompt("e", "code", ["Explain every line of it."]),
-    Prompt("f", "code", ["Summarise the paragraph.", "Without names."]),
-    Prompt("a", "maths", ["Two of five?"]),
-]
-"""The last has an id that was there before, as users' files do."""
-
-
-def ending_target() -> Target:
-    """A target that ends its answers often: every eighth of its tokens is an end token."""
-    model = endless(num_layers=3)
-    model.generation_config.eos_token_id = [2, *range(3, 512, 8)]
-    return Target(model, tiny_tokenizer())
+from drafthead.inference.tree import parse_shape
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +38,6 @@ def unbroken(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     out = tmp_path_factory.mktemp("unbroken") / "out.jsonl"
     regenerate(target, PROMPTS, out, ANSWERING)
     return out.read_bytes()
-
-
-def rows(text: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def part_of(out: Path) -> Path:
-    return out.with_name(out.name + ".part")
-
-
-class KilledError(Exception):
-    """Stands for a kill between two conversations."""
-
-
-def begin(target: Target, out: Path, conversations: int) -> None:
-    """Run until this many conversations are written, then break off."""
-
-    def progress(done: int, total: int) -> None:
-        if done == conversations:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        regenerate(target, PROMPTS, out, ANSWERING, progress=progress)
 
 
 def test_conversations_come_in_the_order_of_the_prompts(unbroken: bytes) -> None:
@@ -93,6 +53,7 @@ def test_turns_alternate_and_go_on_only_after_an_answer_that_ended(unbroken: byt
         messages = [m for m in row["messages"] if m["role"] != "system"]
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
         assert [m["content"] for m in messages[::2]] == list(prompt.turns[: len(messages) // 2])
+        assert row["made"]["temperature"] == ANSWERING.temperature
         assert row["finish"] in ("stop", "length")
         if row["finish"] == "stop":
             assert len(messages) == 2 * len(prompt.turns), "all turns were answered"
@@ -116,6 +77,7 @@ def test_answers_are_the_targets_own(tmp_path: Path) -> None:
                 ended = new[-1] in ends
                 wanted = chat.tokenizer.decode(new[:-1] if ended else new)
                 assert message["content"] == (wanted if ended else wanted.rstrip("\ufffd"))
+                assert message["ids"] == new if ended else new[: len(message["ids"])]
                 answers += 1
     assert answers >= 3
 
@@ -138,6 +100,123 @@ def test_seed_and_place_decide_an_answer(target: Target, unbroken: bytes, tmp_pa
     made = rows((tmp_path / "twice.jsonl").read_bytes())
     assert made[0] == rows(unbroken)[0], "the place in the file is the same"
     assert made[1]["messages"] != made[3]["messages"], "one prompt twice is answered twice"
+
+
+def test_kept_ids_say_the_answer(unbroken: bytes) -> None:
+    """Without the end id, which is there exactly where the answer ended by itself."""
+    tokenizer, ends = tiny_tokenizer(), {2, *range(3, 512, 8)}
+    answers = [m for row in rows(unbroken) for m in row["messages"] if m["role"] == "assistant"]
+    assert len(answers) >= len(PROMPTS)
+    for message in answers:
+        ids = message["ids"]
+        body = ids[:-1] if ids[-1] in ends else ids
+        assert tokenizer.decode(body) == message["content"]
+        assert not ends & set(body)
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "static:0,1,0.0,0.1", "tree:3x3:6"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_head_that_drafts_changes_no_answer(
+    tmp_path: Path, tree: str, temperature: float
+) -> None:
+    """In fp64, where no forward rounds otherwise than another."""
+    model = ending_target().model.double()
+    target = Target(model, tiny_tokenizer())
+    head = tiny_head(endless(num_layers=3), layers=(1, 2, 3)).double()
+    head.bind(model, check=False)
+    answering = replace(ANSWERING, temperature=temperature)
+    plain = regenerate(target, PROMPTS, tmp_path / "plain.jsonl", answering)
+    drafter = HeadDrafter(head, parse_shape(tree))
+    report = regenerate(target, PROMPTS, tmp_path / "out.jsonl", answering, drafter=drafter)
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+    assert report == plain
+    assert report.written >= 3
+
+
+def test_another_drafter_may_continue_a_part_file(
+    target: Target, unbroken: bytes, tmp_path: Path
+) -> None:
+    """What drafts is no part of what answers depend on."""
+    out = tmp_path / "out.jsonl"
+    begin(target, out, 3)
+    regenerate(target, PROMPTS, out, ANSWERING, drafter=LookupDrafter(4, longest=2, shortest=1))
+    assert out.read_bytes() == unbroken
+
+
+FORGETFUL = (
+    "{% for m in messages %}{% if loop.last %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Shows the last message alone, as templates that drop earlier thoughts do in part."""
+
+
+def test_a_later_turn_meets_noise_of_its_own(tmp_path: Path) -> None:
+    """The same prompt at the same positions, twice in one conversation: two draws."""
+    target = Target(endless(num_layers=3), tiny_tokenizer(template=FORGETFUL))
+    target.model.generation_config.eos_token_id = [*range(3, 512, 2)]
+    twice = [Prompt(f"p{i}", "chat", ["Why is that so?"] * 2) for i in range(32)]
+    out = tmp_path / "out.jsonl"
+    regenerate(target, twice, out, replace(ANSWERING, temperature=1.0))
+    pairs = [[m["ids"] for m in row["messages"] if "ids" in m] for row in rows(out.read_bytes())]
+    both = [pair for pair in pairs if len(pair) == 2]
+    assert len(both) >= 4
+    assert all(first != second for first, second in both)
+
+
+def test_top_k_limits_what_is_drawn(tmp_path: Path) -> None:
+    """One candidate is greedy decoding."""
+    target, texts = ending_target(), []
+    for name, answering in (
+        ("k", replace(ANSWERING, top_k=1, temperature=1.5)),
+        ("greedy", replace(ANSWERING, temperature=0.0)),
+    ):
+        regenerate(target, PROMPTS, tmp_path / name, answering)
+        texts.append([row["messages"] for row in rows((tmp_path / name).read_bytes())])
+    assert texts[0] == texts[1]
+
+
+def test_prompts_of_similar_length_share_a_store(tmp_path: Path) -> None:
+    """No answer depends on it, and the smaller ones get a smaller store."""
+    target, opened = ending_target(), []
+    long = [Prompt(f"l{i}", "chat", ["Explain every line of it. " * 6]) for i in range(3)]
+    prompts = [*PROMPTS[1:3], *long, *PROMPTS[4:5] * 9, *PROMPTS[:1]]
+    regenerate(target, prompts, tmp_path / "one.jsonl", replace(ANSWERING, batch=9))
+    make = target.open
+
+    def watched(batch: int, capacity: int) -> Store:
+        opened.append(capacity)
+        return make(batch, capacity)
+
+    target.open = watched  # type: ignore[method-assign]
+    regenerate(target, prompts, tmp_path / "two.jsonl", replace(ANSWERING, batch=1))
+    assert len(opened) >= 2
+    assert opened[-1] < opened[0] / 2
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+def test_a_conversation_that_outgrows_its_store_gets_a_larger_one(
+    target: Target, unbroken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a template repeats much of what was said."""
+    room = _Target._room
+
+    def short_sighted(self: _Target, talk: Talk) -> int:
+        """Room for the first turn only, to begin with."""
+        first = len(self.chat.prompt_ids(talk.messages)) + ANSWERING.max_new_tokens
+        return room(self, talk) if talk.answers else first
+
+    monkeypatch.setattr(_Target, "_room", short_sighted)
+    monkeypatch.setattr("drafthead.inference.regenerate.WORTH_A_STORE", 0)
+    opened = []
+    monkeypatch.setattr(
+        target, "open", lambda *size: opened.append(size) or Target.open(target, *size)
+    )
+    report = regenerate(target, PROMPTS, tmp_path / "out.jsonl", ANSWERING)
+    assert report.written == len(PROMPTS)
+    assert (tmp_path / "out.jsonl").read_bytes() == unbroken
+    assert len(opened) == 2
+    assert opened[0] < opened[1]
 
 
 @pytest.mark.parametrize("conversations", [1, 4, 6])
@@ -175,7 +254,8 @@ CHILD = """
 import sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
-from test_regenerate import ANSWERING, PROMPTS, ending_target, regenerate
+from answering import ANSWERING, PROMPTS, ending_target
+from drafthead.inference.regenerate import regenerate
 regenerate(
     ending_target(), PROMPTS, Path({out!r}), ANSWERING,
     progress=lambda done, total: time.sleep(1 if done >= 2 else 0),
@@ -243,117 +323,3 @@ def test_gz_is_the_same_text_compressed(target: Target, unbroken: bytes, tmp_pat
     conversations, skips = read_conversations(out)
     assert len(conversations) == len(PROMPTS)
     assert skips.total == 0
-
-
-# What is left out
-
-
-def saying(token: int) -> Target:
-    """A target that says one token for ever."""
-    model = endless(num_layers=1)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        model.model.norm.weight.zero_()
-    model.lm_head.register_forward_hook(
-        lambda module, args, logits: logits + 9.0 * (torch.arange(512) == token)
-    )
-    return Target(model, tiny_tokenizer())
-
-
-def test_loops_are_dropped_and_counted(tmp_path: Path) -> None:
-    target, out = saying(100), tmp_path / "out.jsonl"
-    greedy = replace(ANSWERING, temperature=0.0, max_new_tokens=90)
-    report = regenerate(target, PROMPTS[:3], out, greedy)
-    assert report == Report(0, report.new_tokens, report.skipped)
-    assert dict(report.skipped) == {"loop": 3}
-    assert out.read_bytes() == b""
-    assert report.new_tokens < 3 * 80, "a loop is seen before the limit"
-
-
-def test_a_part_file_that_is_damaged_is_named(target: Target, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    begin(target, out, 2)
-    part_of(out).write_bytes(b"\0\n" + part_of(out).read_bytes())
-    with pytest.raises(ValueError, match=r"out\.jsonl\.part: damaged .*; remove it"):
-        regenerate(target, PROMPTS, out, ANSWERING)
-
-
-def test_a_part_file_that_another_process_writes_is_left_to_it(
-    target: Target, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.jsonl"
-    begin(target, out, 2)
-    before = part_of(out).read_bytes()
-    with held(part_of(out)), pytest.raises(ValueError, match="another process writes here"):
-        regenerate(target, PROMPTS, out, ANSWERING)
-    assert part_of(out).read_bytes() == before
-
-
-def test_the_tokenizers_own_end_ends_an_answer_too(tmp_path: Path) -> None:
-    """F47: the generation config names another one."""
-    target, out = saying(2), tmp_path / "out.jsonl"
-    target.model.generation_config.eos_token_id = 7
-    report = regenerate(target, PROMPTS[1:2], out, replace(ANSWERING, temperature=0.0))
-    assert report.new_tokens == 1
-
-
-def test_a_character_that_the_limit_cut_is_left_out(tmp_path: Path) -> None:
-    target, out = saying(100), tmp_path / "out.jsonl"
-    assert target.tokenizer is not None
-    lead = target.tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)[0]
-    target, limit = saying(lead), replace(ANSWERING, temperature=0.0, max_new_tokens=3)
-    assert dict(regenerate(target, PROMPTS[1:2], out, limit).skipped) == {"empty": 1}
-
-
-def test_dropped_conversations_stay_counted_after_a_kill(tmp_path: Path) -> None:
-    target, out = saying(100), tmp_path / "out.jsonl"
-    greedy = replace(ANSWERING, temperature=0.0, max_new_tokens=90, batch=1)
-
-    def stop(done: int, total: int) -> None:
-        if done == 2:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        regenerate(target, PROMPTS[:3], out, greedy, progress=stop)
-    assert dict(regenerate(target, PROMPTS[:3], out, greedy).skipped) == {"loop": 3}
-
-
-def test_empty_answers_and_prompts_beyond_the_context_are_counted(tmp_path: Path) -> None:
-    target, out = saying(3), tmp_path / "out.jsonl"
-    target.model.generation_config.eos_token_id = 3
-    long = Prompt("long", "chat", ["word " * 200])
-    greedy = replace(ANSWERING, temperature=0.0)
-    report = regenerate(target, [PROMPTS[0], long, PROMPTS[4]], out, greedy)
-    assert dict(report.skipped) == {"empty": 2, "too long": 1}
-    assert report.written == 0
-
-
-def test_a_long_system_text_leaves_the_answer_its_room(target: Target, tmp_path: Path) -> None:
-    """Room is reckoned with it: every answer may have all its tokens, or ends by itself."""
-    system = "Please translate this sentence into German and tell me. " * 3
-    prompt = Prompt("s", "chat", ["Why?", "And?"], system=system)
-    out = tmp_path / "out.jsonl"
-    endless_target = Target(endless(num_layers=3), tiny_tokenizer())
-    report = regenerate(endless_target, [prompt], out, ANSWERING)
-    assert (report.written, report.new_tokens) == (1, 16)
-    assert rows(out.read_bytes())[0]["finish"] == "length"
-
-
-@pytest.mark.parametrize(
-    ("ids", "found"),
-    [
-        ([7] * 48, True),
-        ([7] * 47, False),
-        ([1, 2, 3, *[7] * 48], True),
-        ([*[7] * 48, 1], False),
-        ([5, 6] * 24, True),
-        (list(range(40)) * 4, True),
-        (list(range(40)) * 3, False),
-        (list(range(41)) * 5, False),
-        (list(range(200)), False),
-        ([], False),
-    ],
-)
-def test_what_counts_as_a_loop(ids: list[int], found: bool) -> None:
-    """A run of at most 40 tokens, at least four times and 48 tokens, at the very end."""
-    assert loops(ids) == found
