@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES = 64
@@ -29,6 +30,15 @@ MULTIPLIERS = ("logit_scale",)
 DIVISORS = ("logits_scaling",)
 MULTIPLIED_BY_SCALING = {"hyperclovax"}
 """Model types that multiply by `logits_scaling`, where Granite divides."""
+
+
+Whole = Callable[[list[nn.Parameter]], AbstractContextManager[None]]
+"""Holds parameters whole inside its block; for a model whose parameters are spread over ranks."""
+
+
+def as_held(_parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
+    """The `Whole` of an ordinary model: its parameters are whole anyway."""
+    return nullcontext()
 
 
 class ContractError(ValueError):
@@ -173,18 +183,20 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
     return LogitTransform(scale, None if cap is None else float(cap))
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: PreTrainedModel, whole: Whole = as_held) -> str:
     """Hash a strided sample of every parameter, rounded to bf16: (hex sha256).
 
-    The same for fp32 and bf16 loads of one bf16 file, and under any folder name.
+    The same for fp32 and bf16 loads of one bf16 file, under any folder name, and for a model that
+    is spread over ranks, of which `whole` puts one parameter together at a time.
     Raises ContractError where a parameter is not held in this process.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        flat = held(name, parameter).reshape(-1)
-        index = torch.arange(SAMPLES, device=flat.device) * flat.numel() // SAMPLES
-        sample = flat[index].to(torch.bfloat16).cpu().view(torch.int16)
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        with whole([parameter]):
+            flat, shape = held(name, parameter).reshape(-1), tuple(parameter.shape)
+            index = torch.arange(SAMPLES, device=flat.device) * flat.numel() // SAMPLES
+            sample = flat[index].to(torch.bfloat16).cpu().view(torch.int16)
+        digest.update(f"{name}{shape}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
 
@@ -221,6 +233,7 @@ def describe(
     layers: Iterable[int],
     template_kwargs: Mapping[str, Any],
     revision: str | None = None,
+    whole: Whole = as_held,
 ) -> Contract:
     """Write down the contract of a live target; ContractError if a head cannot borrow from it."""
     config = model.config.get_text_config()
@@ -235,15 +248,17 @@ def describe(
             "use a target whose lm_head has none"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    norm_name, norm_offset = _final_norm(model, names)
+    norm_name, norm_offset = _final_norm(model, names, whole)
+    with whole([output.weight]):
+        vocab_size = output.weight.shape[0]
     scale, softcap = logit_transform(config)
     return Contract(
         target=_target_name(model),
         revision=revision,
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint(model, whole),
         model_type=config.model_type,
         hidden_size=config.hidden_size,
-        vocab_size=output.weight.shape[0],
+        vocab_size=vocab_size,
         num_layers=config.num_hidden_layers,
         layers=check_layers(layers, config.num_hidden_layers) if layers else (),
         tokenizer=None if tokenizer is None else tokenizer_hash(tokenizer),
@@ -292,20 +307,22 @@ def _target_name(model: PreTrainedModel) -> str:
     return name or f"unnamed {model.config.model_type}"
 
 
-def _final_norm(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str | None, float]:
+def _final_norm(
+    model: PreTrainedModel, names: Mapping[int, str], whole: Whole
+) -> tuple[str | None, float]:
     """Find the decoder's last norm among its direct children; its name and its weight's offset."""
     norms = [c for c in model.get_decoder().children() if "norm" in type(c).__name__.lower()]
     if not norms or not isinstance(getattr(norms[-1], "weight", None), Tensor):
         return None, 0.0
     norm = norms[-1]
-    weight = held("of the final norm", norms[-1].weight)
-    # Alternating signs have mean 0 and square 1, so any norm returns its effective weight on them.
-    signs = torch.ones_like(weight)
-    signs[1::2] = -1
-    with torch.no_grad():
-        effective = norm(signs[None])[0] * signs
+    with whole(list(norm.parameters())), torch.no_grad():
+        weight = held("of the final norm", norm.weight)
+        # Alternating signs have mean 0 and square 1: any norm returns its effective weight on them.
+        signs = torch.ones_like(weight)
+        signs[1::2] = -1
+        effective = norm.forward(signs[None])[0] * signs  # past the hooks of whoever spreads it
         bias = getattr(norm, "bias", None)
         if bias is not None:
             effective = effective - bias * signs
-    offset = round((effective.float() - weight.float()).mean().item())
+        offset = round((effective.float() - weight.float()).mean().item())
     return names[id(norm.weight)], float(offset)

@@ -1,4 +1,4 @@
-"""Bring a run's parts together: rows, frozen target, head, objective and feature sources.
+"""Bring a run's parts together: rows, teacher, head and objective.
 
 Everything that can be refused is refused before the target is loaded. It runs no step.
 """
@@ -6,25 +6,27 @@ Everything that can be refused is refused before the target is loaded. It runs n
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from drafthead.data.batches import plan
 from drafthead.data.chat import ChatFormat, Row, build_rows, rows_key
 from drafthead.data.conversations import read_conversations
 from drafthead.data.embedded import EMBEDDED, data_path, default_target, fetch_target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.contract import default_layers
+from drafthead.heads.contract import Contract, check_layers, default_layers
 from drafthead.heads.vocabulary import count_tokens, draft_vocabulary
-from drafthead.inference.evaluate import end_ids
-from drafthead.inference.target import Target, load_tokenizer
+from drafthead.inference.target import Target
 from drafthead.train.config import DataConfig, RunConfig, TargetConfig
 from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
-from drafthead.train.teacher import Features, OnlineFeatures, choose_features, plan
+from drafthead.train.outline import Outline, outline_of
+from drafthead.train.sources import Teacher, Texts, teacher
+from drafthead.train.teacher import Features
 from drafthead.train.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Assembly:
     """What the loop works with."""
 
-    target: Target
+    teacher: Teacher
     head: DraftHead
     objective: Objective
     train: Features
@@ -46,6 +48,11 @@ class Assembly:
     """Names the files' content and all that makes rows of it."""
 
     @property
+    def target(self) -> Target | None:
+        """The target, if it is loaded."""
+        return self.teacher.target
+
+    @property
     def trainable(self) -> dict[str, nn.Parameter]:
         """The head's trained parameters by name: all that an optimiser may hold."""
         return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
@@ -54,51 +61,76 @@ class Assembly:
         """Say what is trained and what is not (F29)."""
         counts = {name: p.numel() for name, p in self.trainable.items()}
         frozen = sum(p.numel() for p in self.head.parameters()) - sum(counts.values())
-        target = sum(p.numel() for p in self.target.model.parameters())
+        target = self.target
+        weights = sum(p.numel() for p in target.model.parameters()) if target else 0
         logger.info("training %d weights of the head", sum(counts.values()))
-        logger.info("frozen: %d weights of the target, %d of the head", target, frozen)
+        logger.info("frozen: %d weights of the target, %d of the head", weights, frozen)
         logger.debug("trainable: %s", counts)
 
 
-def assemble(config: RunConfig, engine: Engine, watch: Stopwatch) -> Assembly:
-    """Read and tokenise, load the target, build and bind the head; ValueError or OSError."""
-    folder = target_folder(config.target, engine)
-    tokenizer = load_tokenizer(folder, config.target.revision)
-    data = config.data
-    chat = ChatFormat(tokenizer, data.template_kwargs)
-    train_rows = read_rows(data.train, data, chat, data.positions)
-    heldout_rows = read_rows(data.heldout, data, chat, data.heldout_positions)
-    files = [data_path(name) for name in (*data.train, *data.heldout)]
-    target = engine.load_target(folder, target_dtype(config.target, engine), config.target.revision)
-    check_ids([*train_rows, *heldout_rows], target)
-    head = build_head(config, target, train_rows)
+def assemble(
+    config: RunConfig,
+    engine: Engine,
+    watch: Stopwatch,
+    known: Callable[[str], None] = lambda content: None,
+) -> Assembly:
+    """Read and tokenise, load the target if need be, build and bind the head.
+
+    `known` is told the content of the data before the target is loaded, and may refuse it. Raises
+    ValueError or OSError.
+    """
+    outline = outline_of(target_folder(config.target, engine), config.target.revision)
+    layers = head_layers(config, outline.num_layers)
+    texts = read_texts(config.data, outline)
+    known(texts.content)
+    taught = teacher(config, engine, outline, texts, layers)
+    head = build_head(config, outline, taught.contract, texts.train)
     device = engine.device
     head.to(device)  # type: ignore[arg-type]
     with torch.autocast(device.type, torch.bfloat16, enabled=engine.bf16):
-        head.bind(target.model)  # borrowed rows are held in the dtype that the run computes in
+        head.bind(taught.source)  # borrowed rows are held in the dtype that the run computes in
     head.train()
     training = config.training
-    objective = Objective(head, target.vocab_size, training.depth_decay, engine.bf16, watch)
-    layers = head.contract.layers
 
-    def source(rows: Sequence[Row]) -> OnlineFeatures:
-        lengths = [len(row.ids) for row in rows]
-        batches = plan(lengths, training.tokens_per_batch, training.seed)
-        return OnlineFeatures(target, rows, batches, layers)
+    def features(rows: Sequence[Row]) -> tuple[Features | None, int]:
+        if not rows:
+            return None, 0
+        batches = plan([len(row.ids) for row in rows], training.tokens_per_batch, training.seed)
+        return taught.features(config, rows, batches), len(batches)
 
-    train = source(train_rows)
-    heldout = source(heldout_rows) if heldout_rows else None
-    budget = training.feature_bytes
+    train, train_batches = features(texts.train)
+    heldout, heldout_batches = features(texts.heldout)
+    assert train is not None, "rows without any are refused"
+    vocab_size = outline.vocab_size
     return Assembly(
-        target=target,
+        teacher=taught,
         head=head,
-        objective=objective,
-        train=choose_features(train, training.features, budget),
-        train_batches=len(train.batches),
-        heldout=choose_features(heldout, training.features, budget) if heldout else None,
-        heldout_batches=len(heldout.batches) if heldout else 0,
-        content=",".join(rows_key(file, chat, data.max_length) for file in files),
+        objective=Objective(head, vocab_size, training.depth_decay, engine.bf16, watch),
+        train=train,
+        train_batches=train_batches,
+        heldout=heldout,
+        heldout_batches=heldout_batches,
+        content=texts.content,
     )
+
+
+def read_texts(data: DataConfig, outline: Outline) -> Texts:
+    """All rows of a run, which this target can read."""
+    chat = ChatFormat(outline.tokenizer, data.template_kwargs)
+    train = read_rows(data.train, data, chat, data.positions)
+    heldout = read_rows(data.heldout, data, chat, data.heldout_positions)
+    check_ids([*train, *heldout], outline)
+    files = [data_path(name) for name in (*data.train, *data.heldout)]
+    content = ",".join(rows_key(file, chat, data.max_length) for file in files)
+    return Texts(train, heldout, content)
+
+
+def head_layers(config: RunConfig, num_layers: int) -> tuple[int, ...]:
+    """The layers that the head reads: its setting, or the default ones; none if it reads none."""
+    if not config.head.reads_states:
+        return ()
+    asked: Sequence[int] | None = config.head.model_dump().get("layers")
+    return check_layers(asked or default_layers(num_layers), num_layers)
 
 
 def target_folder(config: TargetConfig, engine: Engine) -> str | Path:
@@ -109,13 +141,6 @@ def target_folder(config: TargetConfig, engine: Engine) -> str | Path:
         fetch_target(default_target(), progress=logger.info)
     engine.wait()
     return default_target()
-
-
-def target_dtype(config: TargetConfig, engine: Engine) -> str:
-    """The dtype name to load the target in; `auto` follows the run's precision."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "bfloat16" if engine.bf16 else "float32"
 
 
 def read_rows(
@@ -160,7 +185,7 @@ def first_rows(rows: Sequence[Row], positions: int) -> list[Row]:
     return kept
 
 
-def check_ids(rows: Sequence[Row], target: Target) -> None:
+def check_ids(rows: Sequence[Row], target: Outline) -> None:
     """Refuse rows that this target has no embedding or no position for."""
     highest = max(max(row.ids) for row in rows)
     if highest >= target.vocab_size:
@@ -175,28 +200,23 @@ def check_ids(rows: Sequence[Row], target: Target) -> None:
         )
 
 
-def build_head(config: RunConfig, target: Target, rows: Sequence[Row]) -> DraftHead:
+def build_head(
+    config: RunConfig, outline: Outline, contract: Contract, rows: Sequence[Row]
+) -> DraftHead:
     """Make the untrained head, the same on every rank: the seed decides its weights.
 
-    A head whose settings have `layers` or `draft_vocab_size` is served by them; one without the
-    first reads the default layers, if it reads any, one without the second drafts over the whole
+    A head whose settings have `draft_vocab_size` is served by it; one without drafts over the whole
     vocabulary.
     """
-    asked = config.head.model_dump()
-    layers: tuple[int, ...] = ()
-    if config.head.reads_states:
-        layers = asked.get("layers") or default_layers(target.num_layers)
-    contract = target.contract(layers, config.data.template_kwargs)
-    contract = contract.model_copy(update={"revision": config.target.revision})
-    size = asked.get("draft_vocab_size")
+    size = config.head.model_dump().get("draft_vocab_size")
     draft_ids: Tensor | None = None
     if size is not None:
-        counts = count_tokens((row.ids for row in rows), target.vocab_size)
+        counts = count_tokens((row.ids for row in rows), outline.vocab_size)
         # A head that could not propose what ends an answer would miss every end.
-        draft_ids = draft_vocabulary(counts, size, end_ids(target))
+        draft_ids = draft_vocabulary(counts, size, outline.ends)
         covered = counts[draft_ids].sum().item() / max(1, counts.sum().item())
         logger.info("draft vocabulary: %d tokens, %.1f %% of the tokens", size, 100 * covered)
     torch.manual_seed(config.training.seed)
-    head = config.head.build(contract, target.config, draft_ids)
-    head.tokenizer = target.tokenizer
+    head = config.head.build(contract, outline.config, draft_ids)
+    head.tokenizer = outline.tokenizer
     return head

@@ -3,8 +3,8 @@
 Tensors: `head.NAME` (fp32 weights), `exp_avg.NAME`, `exp_avg_sq.NAME` (whole, by parameter name),
 so another number of ranks or another backend can go on. The small facts (step, place in the data,
 best, contract) are JSON in the file's metadata: one file is replaced at once, so a checkpoint is
-never torn. Randomness needs no state: every step seeds itself from (seed, step, rank). It knows no
-loop.
+never torn. Randomness needs no state: every micro-batch seeds itself from (seed, step, its place in
+the step). It knows no loop.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class LoopState:
     best_step: int | None = None
     evaluated: int | None = None
     """Step of the last complete held-out evaluation."""
+    group: int | None = None
+    """Micro-batches of one optimiser step, over all ranks, when last a step was made."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,7 @@ class Checkpoint:
 
     def check(self, identity: Mapping[str, str], contract: Contract, path: Path) -> None:
         """Refuse to go on with another target, data or head; the message names which."""
-        changed = [part for part, value in identity.items() if self.identity.get(part) != value]
-        if changed:
-            raise CheckpointError(
-                f"{path}: was made with other settings of {', '.join(changed)}; "
-                "resume with the same ones, or start anew with another `out`"
-            )
+        _check_identity(self.identity, identity, path)
         self.contract.check(contract)
 
 
@@ -131,20 +128,39 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint; one line says what is wrong with a file that is none."""
+def check_settings(path: Path, identity: Mapping[str, str]) -> None:
+    """Refuse a checkpoint made with other settings, before anything is loaded for it."""
+    _check_identity(_read_facts(path)["identity"], identity, path)
+
+
+def _check_identity(kept: Mapping[str, str], identity: Mapping[str, str], path: Path) -> None:
+    changed = [part for part, value in identity.items() if kept.get(part) != value]
+    if changed:
+        raise CheckpointError(
+            f"{path}: was made with other settings of {', '.join(changed)}; "
+            "resume with the same ones, or start anew with another `out`"
+        )
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """The small facts of a checkpoint; its tensors are not read."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no checkpoint to resume from")
     try:
         with safe_open(path, framework="pt") as file:
             facts: dict[str, Any] = json.loads((file.metadata() or {})["drafthead"])
-        tensors = load_file(path)
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: not a checkpoint of drafthead ({error})") from error
     if facts["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: checkpoint format {facts['format']}, this version reads {FORMAT}"
         )
+    return facts
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint; one line says what is wrong with a file that is none."""
+    facts, tensors = _read_facts(path), load_file(path)
     heads = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
     return Checkpoint(
         state=LoopState(**facts["state"]),

@@ -70,6 +70,14 @@ class DataConfig(Settings):
     """Use only the first training rows with this many token positions together."""
     heldout_positions: int | None = Field(default=None, ge=1)
     """The same for held-out rows."""
+    states: Path | None = None
+    """Folder of the target's states, made by `drafthead extract` or `training.features=fill`."""
+    states_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What states are stored in; read as stored, cast to `training.precision` in the step."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes of `states`; what would come to more is refused before it begins."""
+    check_space: bool = True
+    """Refuse to begin a store that the disk has no room for, a reserve included."""
 
     @field_validator("train", "heldout", mode="before")
     @classmethod
@@ -116,10 +124,18 @@ class TrainingConfig(Settings):
     seed: int = Field(default=0, ge=0, lt=2**31)
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """`bf16` is autocast over fp32 master weights; `auto` takes it where the device has it."""
-    features: Literal["auto", "memory", "online"] = "auto"
-    """Where the target's states come from; `auto` keeps them if they fit into `feature_bytes`."""
+    features: Literal["auto", "memory", "online", "store", "fill"] = "auto"
+    """Where the target's states come from: `online` runs it every time, `memory` keeps them in RAM,
+    `store` reads `data.states` and loads no target, `fill` writes there what is not there yet.
+    `auto`: the store if one is named, else memory if they fit into `feature_bytes`, else online.
+    """
     feature_bytes: int = Field(default=4 * 2**30, ge=0)
     """Most bytes of states kept in memory by one process."""
+    partition_target: bool = False
+    """Hold the frozen target in parts over all ranks (ZeRO stage 3), for one too large for each."""
+    checkpoint_activations: bool = False
+    """Compute what lies inside the head's layers again in the backward pass instead of keeping it:
+    less memory, about a third more time."""
     max_skips: int = Field(default=5, ge=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
 
@@ -156,6 +172,14 @@ class RunConfig(Settings):
             raise ConfigError(explain(error, chosen, "head")) from None
 
     @model_validator(mode="after")
+    def _store_named(self) -> RunConfig:
+        if self.training.features in ("store", "fill") and self.data.states is None:
+            raise ConfigError(
+                f"data.states: missing; training.features={self.training.features} needs a folder"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rows_fit(self) -> RunConfig:
         if self.training.tokens_per_batch < self.data.max_length:
             raise ConfigError(
@@ -171,6 +195,9 @@ class RunConfig(Settings):
             "training.eval_every": training.eval_every and not data.heldout,
             "data.heldout_positions": data.heldout_positions and not data.heldout,
             "schedule.min_ratio": schedule.min_ratio and schedule.kind == "constant",
+            "data.states": data.states and training.features in ("memory", "online"),
+            "data.max_bytes": data.max_bytes and training.features != "fill",
+            "data.states_dtype": data.states_dtype != "bfloat16" and training.features != "fill",
         }
         return [name for name, without in idle.items() if without]
 
@@ -178,6 +205,10 @@ class RunConfig(Settings):
         """Hashes of the parts that must not change under a checkpoint, by their names."""
         dump = self.model_dump(mode="json")
         training = dump["training"]
+        for key in ("states", "max_bytes", "check_space"):  # where from, not which numbers
+            del dump["data"][key]
+        if self.data.states is None or self.data.states_dtype == "bfloat16":
+            del dump["data"]["states_dtype"]
         parts = {part: dump[part] for part in ("target", "data", "head")}
         # Both decide which rows a micro-batch holds, and so what a place in the data means.
         parts |= {f"training.{key}": training[key] for key in ("tokens_per_batch", "seed")}

@@ -11,8 +11,9 @@ import logging
 import math
 import netrc
 import os
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafthead.inference.target import Target, load_target
+from drafthead.train import partitioned
 from drafthead.train.config import OptimiserConfig, RunConfig, flat
 
 logger = logging.getLogger(__name__)
+
+LARGEST_LOSS = 1e18
+"""From here on, a loss is as good as infinite."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's two fp32 tensors per parameter."""
@@ -70,32 +75,54 @@ class Engine:
         self._model: Any = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._clip = config.optimiser.clip
+        self._partition_target = config.training.partition_target
+        self._target: partitioned.PartitionedTarget | None = None
         if self.world > 1 and self._accelerator.distributed_type == DistributedType.NO:
             raise ValueError(
                 f"{self.world} processes would not share gradients; use accelerate launch"
             )
-        self._refuse_partitioned_head()
-
-    def _refuse_partitioned_head(self) -> None:
-        plugin = self._accelerator.state.deepspeed_plugin if self.sharded else None
-        if plugin is not None and plugin.zero_stage not in (1, 2):
-            raise ValueError(
-                f"DeepSpeed ZeRO stage {plugin.zero_stage} is not supported for the head; "
-                "set zero_optimization.stage to 1 or 2"
+        self._plugin = self._accelerator.state.deepspeed_plugin if self.sharded else None
+        self._stage = self._plugin.zero_stage if self._plugin is not None else 0
+        if self.sharded:
+            # DeepSpeed's own calls, once for each layer and step.
+            warnings.filterwarnings(
+                "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
             )
+        if self.sharded and not self._stage:
+            raise ValueError(
+                "DeepSpeed without ZeRO shards nothing; set zero_optimization.stage to 1, 2 or 3"
+            )
+        if self._partition_target and not self.sharded:
+            raise ValueError(
+                "training.partition_target: only DeepSpeed partitions a target; use "
+                "accelerate launch --config_file configs/accelerate/cpu-zero3.yaml, or leave it out"
+            )
+        # from_pretrained partitions whenever a DeepSpeed config is alive, and accelerate makes one.
+        unset_hf_deepspeed_config()
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def load_target(self, name: str | Path, dtype: str, revision: str | None = None) -> Target:
-        """Load the frozen target whole on this rank, in eval mode and without gradients."""
-        # from_pretrained partitions whenever a DeepSpeed config is alive, and accelerate makes one.
-        unset_hf_deepspeed_config()
+        """Load the frozen target, in eval mode and without gradients: whole on this rank, or with
+        `training.partition_target` in parts over all ranks.
+        """
+        if self._partition_target:
+            self._target = partitioned.load_partitioned(name, dtype, revision)
+            return self._target
         target = load_target(name, dtype, revision)
         target.model.requires_grad_(False)
         target.model.to(self.device)
         return target
+
+    def together(self) -> AbstractContextManager[None]:
+        """Wrap whatever runs the target, on all ranks alike; inside, each runs it as it needs to.
+
+        A partitioned target runs on all ranks at once, so that one that needs it less (fewer
+        micro-batches, or some of them kept) would leave the others waiting.
+        """
+        return nullcontext() if self._target is None else self._target.together()
 
     def prepare(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: OptimiserConfig
@@ -121,19 +148,36 @@ class Engine:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        if self.sharded:
-            plugin = self._accelerator.state.deepspeed_plugin
-            plugin.deepspeed_config.update(
+        if self._plugin is not None:
+            self._plugin.deepspeed_config.update(
                 # Counts and scales are ours; DeepSpeed only sums, clips and shards.
                 train_micro_batch_size_per_gpu=1,
                 gradient_accumulation_steps=1,
                 gradient_clipping=self._clip,
+                # Where its state is offloaded: torch's fused AdamW is as fast there as DeepSpeed's
+                # and need not be built.
+                zero_force_ds_cpu_optimizer=False,
             )
+            if self._stage == 3:
+                zero = self._plugin.deepspeed_config["zero_optimization"]
+                zero.update(partitioned.head_settings(parameters.values()))
+                partitioned.set_aside_frozen(model)
             self._model, _ = self._accelerator.prepare(model, self._optimiser)
+            if self._stage == 3:
+                partitioned.unhook_frozen(model)
         else:
             self._model = self._accelerator.prepare(model)
         wrapped: nn.Module = self._model
         return wrapped
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Hold a prepared model's parameters whole inside the block; all ranks must enter it."""
+        return partitioned.gathered(model.parameters()) if self._stage == 3 else nullcontext()
+
+    def unwrap(self, model: nn.Module) -> None:
+        """Make the prepared model an ordinary one again, whole on every rank; no step follows."""
+        if self._stage == 3:
+            partitioned.whole_again(self._model, model)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -146,7 +190,10 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add this loss's gradient to the step's; the backends average over ranks, so undo that."""
-        scaled = loss * self.world if self.world > 1 else loss
+        # A gradient whose square overflows has no finite norm, but for DeepSpeed, which would clip
+        # it and make the step: a loss that large is none, for all backends alike (F26).
+        sound = torch.where(loss.detach().abs() < LARGEST_LOSS, 1.0, math.nan)
+        scaled = loss * sound * self.world
         if self.sharded:
             self._model.backward(scaled)
         else:
@@ -206,14 +253,19 @@ class Engine:
     # Optimiser state by parameter name, whole, whoever shards it
 
     def optimiser_state(self) -> tuple[dict[str, Tensor], int]:
-        """Moments as `exp_avg.NAME` on the CPU, and the count of updates; all ranks call it."""
+        """Moments as `exp_avg.NAME` on the CPU of rank 0, and the count of updates.
+
+        All ranks must call it.
+        """
         updates = self._updates()
         if not updates:
             return {}, 0
         moments: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             for key in MOMENTS:
-                moments[f"{key}.{name}"] = self._moment(parameter, key).detach().cpu().clone()
+                moment = self._moment(parameter, key)
+                if self.is_main:
+                    moments[f"{key}.{name}"] = moment.detach().cpu().clone()
         return moments, updates
 
     def load_optimiser_state(self, moments: Mapping[str, Tensor], updates: int) -> None:
@@ -221,16 +273,12 @@ class Engine:
         if not updates:
             return
         if self.sharded:
-            self._make_sharded_state()
+            partitioned.make_state(self._model.optimizer, MOMENTS, updates)
         for name, parameter in self._parameters.items():
             values = {key: moments[f"{key}.{name}"].to(self.device) for key in MOMENTS}
             if self.sharded:
-                from deepspeed.utils import (  # type: ignore[import-untyped]
-                    safe_set_full_optimizer_state,
-                )
-
                 for key, value in values.items():
-                    safe_set_full_optimizer_state(parameter, value, key)
+                    partitioned.set_moment(parameter, key, value)
             else:
                 assert self._optimiser is not None, "prepare comes first"
                 self._optimiser.state[parameter] = {
@@ -238,23 +286,10 @@ class Engine:
                     "step": torch.tensor(float(updates), device=self.device),
                     **{key: value.clone() for key, value in values.items()},
                 }
-        if self.sharded:
-            for state in self._model.optimizer.optimizer.state.values():
-                state["step"].fill_(float(updates))
-
-    def _make_sharded_state(self) -> None:
-        """Let DeepSpeed make its state: a step of zero gradient and zero rate moves nothing."""
-        zero = sum((p.sum() * 0.0 for p in self._parameters.values()), torch.zeros(()))
-        with self.micro_batch(last=True):
-            self.backward(zero.to(self.device))
-        self.step(lr=0.0)
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         if self.sharded:
-            from deepspeed.utils import safe_get_full_optimizer_state
-
-            gathered: Tensor = safe_get_full_optimizer_state(parameter, key)
-            return gathered
+            return partitioned.moment(parameter, key)
         assert self._optimiser is not None, "prepare comes first"
         moment: Tensor = self._optimiser.state[parameter][key]
         return moment

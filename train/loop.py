@@ -4,6 +4,10 @@ An optimiser step takes `accumulate` micro-batches of each rank; what it skips, 
 what rate it uses are the same on every rank. Interrupted runs leave a checkpoint of the last
 complete step, from which `resume` goes on exactly as if nothing had happened (but for what a limit
 of minutes decides): micro-batches after that step are run again.
+
+The order of the data, and a step's randomness, depend on a micro-batch's place in its step and not
+on the rank that runs it: any number of ranks makes the same steps as long as ranks x `accumulate`
+is the same.
 """
 
 from __future__ import annotations
@@ -11,40 +15,31 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
 
+from drafthead.data.batches import epoch_order
 from drafthead.data.files import write_atomically
-from drafthead.heads.base import TeacherBatch
+from drafthead.heads.base import DraftHead, TeacherBatch
 from drafthead.train.assemble import Assembly, assemble
-from drafthead.train.checkpoint import (
-    Checkpoint,
-    LoopState,
-    head_weights,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-    save_head,
-)
+from drafthead.train.checkpoint import LoopState, check_settings
 from drafthead.train.config import RunConfig
 from drafthead.train.engine import Engine
-from drafthead.train.heldout import Simulated, simulate, summarise
-from drafthead.train.interrupt import Interrupted, StopRequest, stop_requests
+from drafthead.train.heldout import simulate, summarise
+from drafthead.train.interrupt import Interrupted, Preempted, StopRequest, stop_requests
+from drafthead.train.journal import Journal
+from drafthead.train.keeper import CONTENT, Keeper
 from drafthead.train.record import RunFolder
-from drafthead.train.result import Progress, Tick, TrainResult
+from drafthead.train.result import Progress, TrainResult
 from drafthead.train.schedule import Limits, learning_rate
-from drafthead.train.teacher import blank, epoch_order
+from drafthead.train.teacher import blank
 from drafthead.train.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
-
-STEP_PARTS = ("target", "forward", "loss", "backward", "optimiser")
-"""Parts of the stopwatch that are training; evaluating and saving are the others."""
 
 
 class DivergedError(ValueError):
@@ -56,28 +51,35 @@ def run(
 ) -> TrainResult:
     """Train a head as the config says, or go on with the run in `config.out`.
 
-    Raises ValueError or OSError (one line each), and KeyboardInterrupt after an interruption, which
-    leaves a checkpoint to resume from.
+    Raises ValueError or OSError (one line each); after a Ctrl-C Interrupted, and after a SIGTERM
+    Preempted, which both leave a checkpoint to resume from.
     """
     folder = RunFolder(config.out)
     engine = Engine(config)
-    with folder.claimed(resume) if engine.is_main else nullcontext():
+    with folder.claimed(resume) if engine.is_main else nullcontext(), stop_requests() as request:
         engine.wait()
+        if resume:
+            check_settings(folder.last, config.identity())
         for name in config.without_effect():
             logger.warning("%s: has no effect beside the other settings", name)
+
+        def known(content: str) -> None:
+            if resume:
+                check_settings(folder.last, {CONTENT: content})
+
         watch = Stopwatch(torch.cuda.synchronize if engine.device.type == "cuda" else None)
-        parts = assemble(config, engine, watch)
+        parts = assemble(config, engine, watch, known)
         parts.announce()
         trainer = Trainer(config, engine, parts, folder, watch, progress)
-        trainer.start(load_checkpoint(folder.last) if resume else None)
+        trainer.start(resume)
         if engine.is_main:
             folder.start(config, resume)
         engine.start_tracking(config)
         try:
-            with stop_requests() as request:
-                trainer.train(request)
+            trainer.train(request)
             return trainer.finish()
         finally:
+            parts.teacher.close()
             engine.close()
 
 
@@ -93,34 +95,32 @@ class Trainer:
         watch: Stopwatch,
         progress: Progress | None,
     ) -> None:
-        self.config, self.engine, self.parts, self.folder = config, engine, parts, folder
+        self.config, self.engine, self.parts, self.watch = config, engine, parts, watch
+        self.folder = folder
+        self.journal = Journal(engine, folder, watch, progress)
+        self.keeper = Keeper(config, engine, parts, folder)
         self.state = LoopState()
-        self.watch = watch
-        self.progress = progress
         self.request = StopRequest()
         self.group_size = config.training.accumulate * engine.world
-        per_epoch = math.ceil(parts.train_batches / self.group_size)
-        self.limits = Limits.of(config.training, per_epoch)
-        self.began = time.monotonic()
-        self.sitting_positions = 0
-        self.loss: float | None = None
+        self.limits = Limits.of(config.training, math.ceil(parts.train_batches / self.group_size))
 
-    def start(self, checkpoint: Checkpoint | None) -> None:
-        """Place everything on the device, from the checkpoint if there is one."""
+    def start(self, resume: bool) -> None:
+        """Place everything on the device, from the checkpoint if the run is gone on with."""
+        checkpoint = self.keeper.restore() if resume else None
         if checkpoint is None:
             self.warm_start()
         else:
-            checkpoint.check(self.identity(), self.parts.head.contract, self.folder.last)
-            load_weights(self.parts.head, checkpoint.weights)
             self.state = checkpoint.state
-            if self.engine.is_main:
-                self.folder.forget_after(self.state.step)
+            self.regroup()
+        self.state.group = self.group_size
+        if self.config.training.checkpoint_activations:
+            recompute_activations(self.parts.head)
         self.model = self.engine.prepare(
             self.parts.objective, self.parts.trainable, self.config.optimiser
         )
         if checkpoint is not None:
             self.engine.load_optimiser_state(checkpoint.moments, checkpoint.updates)
-        self.began -= self.state.seconds
+        self.journal.began -= self.state.seconds
 
     def warm_start(self) -> None:
         """Let the head fit itself to the first batches, the same ones on every rank."""
@@ -131,25 +131,45 @@ class Trainer:
             chosen.append(index)
             positions += self.parts.train.positions(index)
         if chosen:
-            with self.watch.part("warm start"):
-                self.parts.head.warm_start(map(self.batch, chosen))
+            with self.watch.part("warm start"), self.engine.together():
+                self.parts.head.warm_start(map(self.parts.train.batch, chosen))
+
+    def regroup(self) -> None:
+        """Where steps have become larger or smaller, say so and keep to the epochs asked for."""
+        before, now, state = self.state.group, self.group_size, self.state
+        if before is None or before == now:
+            return
+        logger.warning(
+            "a step was %d micro-batches over all ranks (ranks x training.accumulate), now it is "
+            "%d: the run goes on in the same data order, but it is not the run it would have been",
+            before,
+            now,
+        )
+        epochs, count = self.config.training.epochs, self.parts.train_batches
+        if epochs is not None and epochs > state.epoch:
+            left = math.ceil((count - state.position) / now)
+            left += (epochs - state.epoch - 1) * math.ceil(count / now)
+            ends = (self.config.training.max_steps, state.step + left)
+            self.limits = replace(self.limits, steps=min(end for end in ends if end is not None))
 
     def train(self, request: StopRequest) -> None:
-        """Step until a limit; on a request to stop, save and raise KeyboardInterrupt."""
-        self.request = request
-        training = self.config.training
+        """Step until a limit; on a request to stop, save and raise Interrupted or Preempted."""
+        self.request, training = request, self.config.training
+        request.can_save = True
         try:
+            self.stop_if_asked()
             if self.due(training.eval_every):
                 self.evaluate()
             while not self.limits.reached(self.state.step, self.state.seconds):
                 group = self.next_group()
                 batches = self.fetch(group)
+                self.look_ahead(group)
                 rate = self.rate()
                 figures = self.forward_backward(batches)
                 norm = self.update(rate)
                 self.guard(norm, group)
                 self.advance(group)
-                self.log(figures, rate, norm)
+                self.journal.step(self.state, figures, rate, norm)
                 if self.due(training.eval_every):
                     self.evaluate()
                 if self.state.step % training.save_every == 0:
@@ -157,10 +177,12 @@ class Trainer:
                 self.stop_if_asked()
             if self.due(1):
                 self.evaluate()
-        except Interrupted:
+        except (Interrupted, Preempted):
             self.engine.discard()
             self.save()
-            logger.warning("interrupted; saved as it was after step %d", self.state.step)
+            if self.engine.is_main:
+                step = self.state.step
+                logger.warning("stopped; saved as it was after step %d; --resume continues", step)
             raise
 
     # The steps of the loop, in their order
@@ -174,18 +196,29 @@ class Trainer:
     def fetch(self, group: Sequence[int]) -> list[TeacherBatch]:
         """This rank's share of the group; a rank that has one too few gets a blank one (F27)."""
         batches = []
-        world, rank = self.engine.world, self.engine.rank
-        for start in range(0, len(group), world):
-            indices = group[start : start + world]
-            mine = indices[rank] if rank < len(indices) else None
-            batch = self.batch(indices[0] if mine is None else mine)
-            batches.append(blank(batch) if mine is None else batch)
-            self.stop_between_batches()
+        with self.watch.part("target"), self.engine.together():
+            for index, mine in self.shares(group):
+                batch = self.parts.train.batch(index)
+                batches.append(batch if mine else blank(batch))
+                self.stop_between_batches()
         return batches
 
-    def batch(self, index: int) -> TeacherBatch:
-        with self.watch.part("target"):
-            return self.parts.train.batch(index)
+    def look_ahead(self, group: Sequence[int]) -> None:
+        """Let the source read the next step's micro-batches while this step is computed."""
+        state, seed, count = self.state, self.config.training.seed, self.parts.train_batches
+        epoch, start = state.epoch, state.position + len(group)
+        if start >= count:
+            epoch, start = epoch + 1, 0
+        following = epoch_order(count, seed, epoch)[start : start + self.group_size]
+        self.parts.train.expect([index for index, mine in self.shares(following) if mine])
+
+    def shares(self, group: Sequence[int]) -> list[tuple[int, bool]]:
+        """The micro-batches that this rank takes of a group, as many as every other rank, and
+        whether they are its own or only fill up.
+        """
+        world, rank = self.engine.world, self.engine.rank
+        rounds = [group[start : start + world] for start in range(0, len(group), world)]
+        return [(r[rank], True) if rank < len(r) else (r[0], False) for r in rounds]
 
     def rate(self) -> float:
         state, config = self.state, self.config
@@ -196,11 +229,12 @@ class Trainer:
     def forward_backward(self, batches: Sequence[TeacherBatch]) -> Tensor:
         """Make the step's gradients; (1 + 4 K,) fp64 over all ranks: loss, sums by depth."""
         objective, engine = self.parts.objective, self.engine
-        torch.manual_seed(_step_seed(self.config.training.seed, self.state.step, engine.rank))
         mine = torch.stack([objective.countable(batch).sum() for batch in batches]).sum()
         count = max(1.0, float(engine.sum(mine)))
         figures = torch.zeros(1 + 4 * objective.steps, dtype=torch.float64)
         for index, batch in enumerate(batches):
+            place = index * engine.world + engine.rank
+            torch.manual_seed(_micro_seed(self.config.training.seed, self.state.step, place))
             with engine.micro_batch(last=index == len(batches) - 1):
                 with self.watch.part("forward"):
                     outcome = self.model(batch, count)
@@ -236,30 +270,14 @@ class Trainer:
         """The step is complete: move on in the data and agree on the time."""
         state = self.state
         positions = sum(self.parts.train.positions(index) for index in group)
-        self.sitting_positions += positions
+        self.journal.positions += positions
         state.positions += positions
         state.step += 1
         state.position += len(group)
         if state.position >= self.parts.train_batches:
             state.epoch, state.position = state.epoch + 1, 0
-        state.seconds = self.engine.same(time.monotonic() - self.began)
-
-    def log(self, figures: Tensor, rate: float, norm: float) -> None:
-        """One line of metrics.jsonl, and the tracker's."""
-        loss, *sums = figures.tolist()
-        values = {
-            "loss": loss,
-            "lr": rate,
-            "grad_norm": norm,
-            "positions": self.state.positions,
-            "positions_per_s": self.speed(),
-        }
-        for depth in range(1, self.parts.objective.steps + 1):
-            cross, agreed, kept, seen = sums[4 * depth - 4 : 4 * depth]
-            values[f"loss_{depth}"] = cross / max(kept, 1.0)
-            values[f"simulated_match_{depth}"] = agreed / max(seen, 1.0)
-        self.loss = loss
-        self.record("step", values)
+            self.parts.teacher.settle(self.engine)
+        state.seconds = self.journal.seconds()
 
     def evaluate(self) -> None:
         """Simulated figures of the held-out rows; the best head so far is kept as weights."""
@@ -268,17 +286,20 @@ class Trainer:
         sums = torch.zeros(parts.objective.steps, 5, dtype=torch.float64)
         parts.head.train(False)
         with self.watch.part("evaluate"):
-            for index in range(engine.rank, parts.heldout_batches, engine.world):
-                sums += simulate(parts.objective, parts.heldout.batch(index))
+            # As many batches on every rank: a sharded head runs on all of them at once.
+            for index, mine in self.shares(range(parts.heldout_batches)):
+                with engine.together():
+                    batch = parts.heldout.batch(index)
+                sums += simulate(parts.objective, batch if mine else blank(batch))
                 self.tick("evaluate")
-                self.stop_between_batches()
+                self.stop_if_asked()
             simulated = summarise(engine.sum(sums))
         parts.head.train()
         state.evaluated = state.step
-        self.record("evaluation", simulated.flat())
+        self.journal.evaluation(state, simulated)
         if state.best_tau is None or simulated.simulated_tau > state.best_tau:
             state.best_tau, state.best_step = simulated.simulated_tau, state.step
-            self.keep_best(simulated)
+            self.keeper.keep_best(state, simulated)
 
     # What the steps use
 
@@ -294,93 +315,41 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write the checkpoint to resume from; every rank takes part in gathering."""
+        """Write the checkpoint to resume from."""
         with self.watch.part("save"):
-            moments, updates = self.engine.optimiser_state()
-            if self.engine.is_main:
-                save_checkpoint(self.folder.last, self.checkpoint(moments, updates))
-            self.engine.wait()
-
-    def keep_best(self, simulated: Simulated) -> None:
-        if not self.engine.is_main:
-            return
-        save_checkpoint(self.folder.best, self.checkpoint({}, 0))
-        figures = {"step": self.state.step, **simulated.as_json()}
-        write_atomically(self.folder.evaluation, json.dumps(figures, indent=2) + "\n")
-
-    def checkpoint(self, moments: dict[str, Tensor], updates: int) -> Checkpoint:
-        head = self.parts.head
-        return Checkpoint(
-            state=self.state,
-            weights=head_weights(head),
-            identity=self.identity(),
-            contract=head.contract,
-            moments=moments,
-            updates=updates,
-        )
-
-    def identity(self) -> dict[str, str]:
-        """What must not change under a checkpoint: settings, and the content of the data."""
-        return {**self.config.identity(), "data (content of the files)": self.parts.content}
-
-    def record(self, event: str, values: dict[str, float]) -> None:
-        if not self.engine.is_main:
-            return
-        finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        facts = {"event": event, "step": self.state.step, "epoch": self.state.epoch}
-        self.folder.log({**facts, **finite})
-        prefix = "heldout/" if event == "evaluation" else "train/"
-        tracked = {prefix + k: v for k, v in values.items() if math.isfinite(v)}
-        self.engine.track(tracked, self.state.step)
-
-    def speed(self) -> float:
-        """Positions per second of this sitting, over the time spent in steps."""
-        spent = sum(self.watch.seconds.get(part, 0.0) for part in STEP_PARTS)
-        return self.sitting_positions / spent if spent else 0.0
+            self.keeper.save(self.state)
 
     def tick(self, phase: str) -> None:
-        if self.progress is None or not self.engine.is_main:
-            return
-        state = self.state
-        share = self.limits.share(state.step, state.seconds)
-        try:
-            self.progress(Tick(phase, state.step, share, self.loss, self.speed()))
-        except KeyboardInterrupt:
-            self.request.asked = True
+        share = self.limits.share(self.state.step, self.state.seconds)
+        self.journal.tick(phase, self.state, share, self.request)
         self.stop_between_batches()
 
     def stop_between_batches(self) -> None:
         """One process may stop between micro-batches; several must agree, at the end of a step."""
         if self.request.asked and self.engine.world == 1:
-            raise Interrupted
+            self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        asked = torch.tensor(float(self.request.asked))
-        if self.engine.sum(asked) > 0:
+        """Stop on all ranks, in one way, where any rank was asked to; a Ctrl-C goes first."""
+        mine = torch.tensor([self.request.interrupted, self.request.preempted]).float()
+        interrupted, preempted = (self.engine.sum(mine) > 0).tolist()
+        if interrupted:
             raise Interrupted
+        if preempted:
+            raise Preempted
 
     def finish(self) -> TrainResult:
         """Save the last checkpoint and the best head, read both back, and say what came out."""
-        self.save()
         state, parts, folder = self.state, self.parts, self.folder
         assert self.engine.same(state.step) == state.step, "ranks disagree on the steps made"
-        survival: tuple[float, ...] = ()
-        if self.engine.is_main:
-            if state.best_step is not None:
-                best = load_checkpoint(folder.best)
-                # Where a run was killed, it may come from later than what was gone on from.
-                state.best_step, state.best_tau = best.state.best_step, best.state.best_tau
-                load_weights(parts.head, best.weights)
-                survival = tuple(json.loads(folder.evaluation.read_text())["simulated_survival"])
-            save_head(parts.head.train(False), folder.head)
-        self.engine.wait()
+        survival = self.keeper.finish(state)
         result = TrainResult(
             head=folder.head,
             out=folder.root,
             steps=state.step,
             positions=state.positions,
             seconds=state.seconds,
-            positions_per_s=self.speed(),
+            positions_per_s=self.journal.speed(),
             shares=self.watch.shares(),
             best_step=state.best_step,
             simulated_tau=state.best_tau,
@@ -394,6 +363,19 @@ class Trainer:
         return result
 
 
-def _step_seed(seed: int, step: int, rank: int) -> int:
-    """A step's own seed: randomness depends on nothing before, so resuming needs no state."""
-    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
+def recompute_activations(head: DraftHead) -> None:
+    """Let a head's layers compute in the backward pass again what they would have kept for it."""
+    if not head.supports_gradient_checkpointing:
+        raise ValueError(
+            f"training.checkpoint_activations: a head of type {head.settings.type!r} has no layer "
+            "that could; leave it out"
+        )
+    # The other kind would sum a weight's gradient where it is no longer gathered.
+    head.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def _micro_seed(seed: int, step: int, place: int) -> int:
+    """A micro-batch's own seed, by its place in the step over all ranks: randomness depends on
+    nothing before, so resuming needs no state, and on no rank.
+    """
+    return ((seed * 1_000_003 + step) * 65_537 + place) % 2**63

@@ -10,8 +10,8 @@ import logging
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -74,14 +74,15 @@ class RunFolder:
         """Make the folder and keep other runs out of it inside the block.
 
         Refused are a folder that holds another run or that another process is in, and resuming
-        where there is nothing to resume.
+        where there is nothing to resume. A run that is refused leaves no empty folder.
         """
         if resume and not self.last.exists():
             raise FileNotFoundError(
                 f"out: {self.root} has no checkpoint to resume; run it without --resume"
             )
+        new = [path for path in (self.root, *self.root.parents) if not path.exists()]
         self.root.mkdir(parents=True, exist_ok=True)
-        with held(self.root):
+        with _removed_if_empty(new), held(self.root):
             if not resume and self.last.exists():
                 raise FileExistsError(
                     f"out: {self.root} holds a run already; resume it with --resume, "
@@ -106,6 +107,17 @@ class RunFolder:
             except (ValueError, KeyError):
                 continue
         write_atomically(self.metrics, "".join(kept))
+
+
+@contextmanager
+def _removed_if_empty(folders: Sequence[Path]) -> Iterator[None]:
+    """Take these folders away again, innermost first, where the block leaves nothing in them."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
 
 
 def _settings_in(path: Path) -> dict[str, Any]:

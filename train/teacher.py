@@ -1,8 +1,8 @@
-"""Teacher features by micro-batch: from the online target, or kept in memory after the first pass.
+"""Teacher features by micro-batch: what every source of them gives, and those that need no disk.
 
-Rows are put into micro-batches of similar length once; an epoch changes their order, never their
-members. So a micro-batch's features are the same numbers whenever and wherever they are computed,
-and neither the source nor an interruption changes a run. States are held in bf16 by every source.
+A micro-batch's members never change (see `data.batches`), so its features are the same numbers
+whenever and wherever they are computed, and neither the source nor an interruption changes a run.
+States are held in bf16 by every source, unless a store was made in another dtype (`train.stored`).
 It knows no head and no loss, only which layers to capture.
 
 Shapes: B batch, T positions, D hidden width, L captured layers, V vocabulary.
@@ -11,7 +11,6 @@ Shapes: B batch, T positions, D hidden width, L captured layers, V vocabulary.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
@@ -19,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from drafthead.data.batches import collate
 from drafthead.data.chat import Row
 from drafthead.heads.base import TeacherBatch
 from drafthead.inference.target import Target
@@ -27,51 +27,15 @@ logger = logging.getLogger(__name__)
 
 DTYPE = torch.bfloat16
 """What states are stored and handed out in."""
-CHUNK_LOGITS = 1 << 24
-"""Most elements of full-vocabulary logits that exist at once (64 MiB in fp32)."""
+CHUNK_LOGITS = 1 << 23
+"""Most elements of full-vocabulary logits that exist at once (32 MiB in fp32; a third faster on a
+CPU than twice as many)."""
 MOST_DROPPED = 0.25
 """Share of rows with states that are not finite above which a run stops."""
 
 
 class FeatureError(ValueError):
     """The target's states cannot be trained on."""
-
-
-def plan(lengths: Sequence[int], tokens: int, seed: int) -> list[tuple[int, ...]]:
-    """Put rows into micro-batches of at most `tokens` positions, padding included.
-
-    Rows of similar length go together; equal lengths are mixed by the seed. A row longer than
-    `tokens` is alone. Returns row indices by micro-batch, the longest first.
-    """
-    order = list(range(len(lengths)))
-    random.Random(f"plan/{seed}").shuffle(order)
-    order.sort(key=lambda row: -lengths[row])
-    batches: list[list[int]] = []
-    for row in order:
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return [tuple(batch) for batch in batches]
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
-    """The order of `count` micro-batches in one epoch: a function of seed and epoch only."""
-    order = list(range(count))
-    random.Random(f"epoch/{seed}/{epoch}").shuffle(order)
-    return order
-
-
-def collate(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows → ids (B, T) int64, loss mask and real positions (B, T) bool; padded on the right."""
-    T = max(len(row.ids) for row in rows)
-    ids = torch.zeros(len(rows), T, dtype=torch.int64)
-    mask, real = torch.zeros(2, len(rows), T, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        ids[index, : len(row.ids)] = torch.tensor(row.ids)
-        mask[index, : len(row.ids)] = torch.tensor(row.mask)
-        real[index, : len(row.ids)] = True
-    return ids, mask, real
 
 
 class Features(Protocol):
@@ -84,6 +48,10 @@ class Features(Protocol):
 
     def batch(self, index: int) -> TeacherBatch: ...
 
+    def expect(self, indices: Sequence[int]) -> None:
+        """Hear which micro-batches come next, to read them from a disk meanwhile."""
+        ...
+
     def names(self, index: int) -> list[str]:
         """Ids of the rows of a micro-batch, for messages."""
         ...
@@ -94,68 +62,138 @@ class Features(Protocol):
 
 
 @dataclass
-class OnlineFeatures:
+class Dropped:
+    """Rows left out because their states are not finite; too many of them end the run (F18)."""
+
+    rows: int
+    """Rows there are in all."""
+    ids: dict[str, None] = field(default_factory=dict)
+
+    def add(self, row: str, advice: str) -> None:
+        """Count a row, once; FeatureError with the advice when it is one too many."""
+        if row in self.ids:
+            return
+        self.ids[row] = None
+        logger.warning("row %s: the target's states are not finite; dropped", row)
+        if len(self.ids) > MOST_DROPPED * self.rows:
+            raise FeatureError(
+                f"{advice} ({len(self.ids)} of {self.rows} rows have states that are not finite)"
+            )
+
+
+class Planned:
+    """Rows in their micro-batches: what sources of features for them have in common."""
+
+    rows: Sequence[Row]
+    batches: Sequence[tuple[int, ...]]
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.rejected = Dropped(len(self.rows))
+
+    @property
+    def dropped(self) -> dict[str, None]:
+        return self.rejected.ids
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Nothing is read ahead: the target runs when its states are asked for."""
+
+    def members(self, index: int) -> list[Row]:
+        return [self.rows[row] for row in self.batches[index]]
+
+    def names(self, index: int) -> list[str]:
+        return [row.id for row in self.members(index)]
+
+    def positions(self, index: int) -> int:
+        return sum(len(row.ids) for row in self.members(index))
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A micro-batch with all that a store keeps of it."""
+
+    batch: TeacherBatch
+    real: Tensor
+    """(B, T) bool: no padding."""
+    finite: list[bool]
+    """By row: its states can be used."""
+    log_norm: Tensor | None
+    """(B, T) fp32 log-sum-exp of the logits where the next token is supervised, else 0."""
+
+
+@dataclass
+class OnlineFeatures(Planned):
     """Runs the frozen target for every batch that is asked for."""
 
     target: Target
     rows: Sequence[Row]
     batches: Sequence[tuple[int, ...]]
     layers: tuple[int, ...]
-    _dropped: dict[str, None] = field(default_factory=dict)
+    dtype: torch.dtype = DTYPE
+    """What states are handed out in."""
 
-    @property
-    def dropped(self) -> dict[str, None]:
-        return self._dropped
-
-    def names(self, index: int) -> list[str]:
-        return [self.rows[row].id for row in self.batches[index]]
-
-    def positions(self, index: int) -> int:
-        return sum(len(self.rows[row].ids) for row in self.batches[index])
+    def batch(self, index: int) -> TeacherBatch:
+        return self.taught(index, normalise=False).batch
 
     @torch.no_grad()
-    def batch(self, index: int) -> TeacherBatch:
-        rows = [self.rows[row] for row in self.batches[index]]
+    def taught(self, index: int, normalise: bool) -> Taught:
+        """Run the target; `normalise` also gives `log_norm`, which training does not need."""
+        rows = self.members(index)
         ids, mask, real = (tensor.to(self.target.device) for tensor in collate(rows))
         features, last_hidden = self.target.states(ids, self.layers)
-        mask = mask & self._finite(features, last_hidden, real, rows)[:, None]
-        top = self._top(last_hidden, mask)
-        # Zeros at padding and in dropped rows: a NaN there would reach the loss as 0 * NaN.
-        keep = (real & mask.any(dim=1, keepdim=True))[..., None]
-        return TeacherBatch(
-            ids=ids,
-            mask=mask,
-            features=features.to(DTYPE).masked_fill_(~keep, 0.0),
-            last_hidden=last_hidden.to(DTYPE).masked_fill_(~keep, 0.0),
-            top=top,
-        )
+        top, log_norm = self._choices(last_hidden, mask, normalise)
+        features, last_hidden = features.to(self.dtype), last_hidden.to(self.dtype)
+        finite = finite_rows(features, last_hidden, real).tolist()
+        for row, good in zip(rows, finite, strict=True):
+            if not good:
+                self.rejected.add(row.id, self._advice())
+        batch = TeacherBatch(ids, mask, features, last_hidden, top)
+        return Taught(usable(batch, finite, real), real, finite, log_norm)
 
-    def _finite(
-        self, features: Tensor, last_hidden: Tensor, real: Tensor, rows: Sequence[Row]
-    ) -> Tensor:
-        """(B,) bool: rows with finite states; others are counted, too many end the run (F18)."""
-        fine = features.isfinite().all(dim=-1) & last_hidden.isfinite().all(dim=-1)
-        finite = (fine | ~real).all(dim=1)
-        for row, good in zip(rows, finite.tolist(), strict=True):
-            if not good and row.id not in self._dropped:
-                self._dropped[row.id] = None
-                logger.warning("row %s: the target's states are not finite; dropped", row.id)
-        if len(self._dropped) > MOST_DROPPED * len(self.rows):
-            raise FeatureError(
-                f"target.dtype: states in {self.target.dtype} are not finite in "
-                f"{len(self._dropped)} of {len(self.rows)} rows; try target.dtype=float32"
-            )
-        return finite
+    def _advice(self) -> str:
+        held, computed = (str(d).removeprefix("torch.") for d in (self.dtype, self.target.dtype))
+        if held == "float16" != computed:
+            return "data.states_dtype: float16 holds no more than 65,504; try bfloat16"
+        return f"target.dtype: states overflow in {computed}; try target.dtype=float32"
 
-    def _top(self, last_hidden: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) the target's most likely next token where the next token is supervised, else 0."""
+    def _choices(
+        self, last_hidden: Tensor, mask: Tensor, normalise: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T) the target's likeliest next token where that is supervised, else 0; log-norms."""
         B, T, D = last_hidden.shape
         needed = supervised(mask).flatten().nonzero()[:, 0]
         top = torch.zeros(B * T, dtype=torch.int64, device=last_hidden.device)
+        norms = torch.zeros(B * T, device=last_hidden.device) if normalise else None
         flat = last_hidden.reshape(B * T, D)
         for chunk in torch.split(needed, max(1, CHUNK_LOGITS // self.target.vocab_size)):
-            top[chunk] = self.target.unembed(flat[chunk]).argmax(dim=-1)
-        return top.view(B, T)
+            logits = self.target.unembed(flat[chunk])
+            most = logits.max(dim=-1)  # on a CPU a quarter of argmax's time in bf16
+            top[chunk] = most.indices
+            if norms is not None:
+                # Half the time of logsumexp, which looks for the maximum again.
+                above = logits.float().sub_(most.values.float()[:, None]).exp_().sum(dim=-1)
+                norms[chunk] = above.log_() + most.values.float()
+        return top.view(B, T), None if norms is None else norms.view(B, T)
+
+
+def finite_rows(features: Tensor, last_hidden: Tensor, real: Tensor) -> Tensor:
+    """(B,) bool: all states of the row's real positions are finite."""
+    fine = features.isfinite().all(dim=-1) & last_hidden.isfinite().all(dim=-1)
+    return (fine | ~real).all(dim=1)
+
+
+def usable(batch: TeacherBatch, finite: Sequence[bool], real: Tensor) -> TeacherBatch:
+    """The batch with nothing supervised and zeros in rows that are not finite, zeros at padding.
+
+    A NaN that stayed would reach the loss as 0 * NaN. The states are changed in place.
+    """
+    keep = real & torch.tensor(finite, device=real.device)[:, None]
+    return replace(
+        batch,
+        mask=batch.mask & keep,
+        features=batch.features.masked_fill_(~keep[..., None], 0.0),
+        last_hidden=batch.last_hidden.masked_fill_(~keep[..., None], 0.0),
+    )
 
 
 @dataclass
@@ -172,17 +210,16 @@ class FeatureMemory:
     @property
     def bytes(self) -> int:
         """Bytes of everything kept so far."""
-        return sum(
-            getattr(batch, part.name).nbytes
-            for batch in self.kept.values()
-            for part in fields(batch)
-        )
+        return sum(part.nbytes for batch in self.kept.values() for part in tensors(batch).values())
 
     def names(self, index: int) -> list[str]:
         return self.source.names(index)
 
     def positions(self, index: int) -> int:
         return self.source.positions(index)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        self.source.expect(indices)
 
     def batch(self, index: int) -> TeacherBatch:
         if index not in self.kept:
@@ -229,13 +266,17 @@ def supervised(mask: Tensor) -> Tensor:
     return following
 
 
+def tensors(batch: TeacherBatch) -> dict[str, Tensor]:
+    """The batch's tensors by field; one that it has not is left out."""
+    parts = {part.name: getattr(batch, part.name) for part in fields(batch)}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 def moved(batch: TeacherBatch, device: torch.device) -> TeacherBatch:
     """The batch on another device; the same object when it is there already."""
     if batch.ids.device == device:
         return batch
-    return TeacherBatch(
-        **{part.name: getattr(batch, part.name).to(device) for part in fields(batch)}
-    )
+    return replace(batch, **{name: part.to(device) for name, part in tensors(batch).items()})
 
 
 def blank(batch: TeacherBatch) -> TeacherBatch:

@@ -19,6 +19,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from drafthead.train.estimate import Estimate
     from drafthead.train.result import Tick
 
 # Remarks quote rows, paths and model output: `[…]` and `:name:` in them are text, not markup.
@@ -61,6 +64,27 @@ def profile(records: Mapping[str, Any], remark: bool) -> None:
     from drafthead.inference.report import profile_rows
 
     _table(*profile_rows(records), remark)
+
+
+def forecast(estimate: Estimate, remark: bool) -> None:
+    """A run's memory in every way to place it, and what else is forecast."""
+    from drafthead.train.estimate_table import HEADER, lines, table_rows
+
+    _table(HEADER, table_rows(estimate), remark)
+    for line in lines(estimate):
+        Console(stderr=remark, highlight=False, markup=False).print(line, soft_wrap=True)
+
+
+def run_table(folder: Path) -> None:
+    """A run's figures at its end, as a remark."""
+    from drafthead.train.runtable import run_table as read
+
+    found = read(folder)
+    if found is None:
+        return
+    _table(found.header, found.rows, remark=True)
+    for line in found.lines:
+        say(line)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], remark: bool) -> None:

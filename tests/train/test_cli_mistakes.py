@@ -42,6 +42,7 @@ def wrong(place: Place, tmp_path: Path) -> dict[str, Path]:
 
 
 EVALUATE = "evaluate --head {head} --target {target} --prompts {prompts} --dtype float32"
+REGENERATE = "regenerate {prompts} --out {tmp}/out.jsonl --target {target}"
 GENERATE = "generate --head {head} --target {target} --prompt hello --dtype float32"
 TRAIN = "train --config {config} out={tmp}/fresh"
 
@@ -114,6 +115,31 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "regenerate: dtype": (
         "regenerate {prompts} --out {tmp}/out.jsonl --target {target} --dtype float12",
         ["--dtype 'float12'", "bfloat16"],
+    ),
+    "regenerate: endpoint without a model": (
+        f"{REGENERATE} --endpoint http://localhost:1/v1",
+        ["--endpoint and --model go together"],
+    ),
+    "regenerate: endpoint that drafts": (
+        f"{REGENERATE} --endpoint http://localhost:1/v1 --model m --head {{head}}",
+        ["--head drafts for a target that runs here", "--endpoint"],
+    ),
+    "regenerate: no address": (
+        f"{REGENERATE} --endpoint localhost:1 --model m",
+        ["--endpoint 'localhost:1'", "http://localhost:8000/v1"],
+    ),
+    "regenerate: no server": (
+        f"{REGENERATE} --endpoint http://127.0.0.1:1/v1 --model m",
+        ["http://127.0.0.1:1/v1: no connection", "is the server up?"],
+    ),
+    "regenerate: drop": (f"{REGENERATE} --drop bad", ["--drop 'bad'", "loop, cut, empty, or none"]),
+    "regenerate: template arguments": (
+        f"{REGENERATE} --template-kwargs thinking",
+        ["--template-kwargs 'thinking'", "name=value"],
+    ),
+    "regenerate: head of another target": (
+        f"{REGENERATE} --dtype float32 --head {{head}}".replace("{target}", "{other}"),
+        ["was made for target 'tiny' and does not fit 'other'"],
     ),
     "train: dtype": (f"{TRAIN} target.dtype=float12", ["target.dtype", "'bfloat16'"]),
     "evaluate: tree": (f"{EVALUATE} --tree chain", ["tree 'chain'", "chain:DEPTH"]),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command import Call, Place, assert_one_line
 
+from drafthead.train.options import template_arguments
+
 QUESTION = "What is the capital of France?"
 
 
@@ -82,3 +84,18 @@ def test_a_sibling_drafts_the_targets_own_text(
     result = json.loads(call(*evaluate, *both, "--identity", 1, "--json").out)
     assert list(result["records"]) == ["plain", "lookup", "head", "sibling", "merged"]
     assert all(r["identical"]["equal"] == 1 for n, r in result["records"].items() if n != "plain")
+
+
+def test_template_arguments_are_read_one_by_one_or_together() -> None:
+    assert template_arguments("--compare", ["enable_thinking=false", "level=high", "n=3"]) == {
+        "enable_thinking": False,
+        "level": "high",
+        "n": 3,
+    }
+    assert template_arguments("--compare", ['{"enable_thinking": false}', "a=b=c"]) == {
+        "enable_thinking": False,
+        "a": "b=c",
+    }
+    for wrong in ("thinking", '{"a": ', "=1", "no name=1"):
+        with pytest.raises(ValueError, match="--compare"):
+            template_arguments("--compare", [wrong])

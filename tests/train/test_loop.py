@@ -16,37 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import toy_head  # noqa: F401  registers itself
-from tiny import tiny_target, tiny_tokenizer
-from tiny_runs import MakeConfig, events, write_chats, write_target
-from torch import Tensor
+from tiny_runs import MakeConfig, events, write_chats
+from trainers import first_gradient, make_trainer, poison
 
 from drafthead.heads import load_head
-from drafthead.train.assemble import assemble
 from drafthead.train.checkpoint import head_weights, load_checkpoint
-from drafthead.train.config import RunConfig, ScheduleConfig, load_config
-from drafthead.train.engine import Engine
+from drafthead.train.config import ScheduleConfig, load_config
 from drafthead.train.interrupt import StopRequest
-from drafthead.train.loop import DivergedError, Trainer, run
-from drafthead.train.record import RunFolder
+from drafthead.train.loop import DivergedError, run
 from drafthead.train.schedule import Limits, learning_rate
-from drafthead.train.timing import Stopwatch
-
-
-def make_trainer(config: RunConfig) -> Trainer:
-    """A trainer of this process, ready to step."""
-    engine, watch, folder = Engine(config), Stopwatch(), RunFolder(config.out)
-    folder.root.mkdir(exist_ok=True)
-    folder.start(config, resume=False)
-    trainer = Trainer(config, engine, assemble(config, engine, watch), folder, watch, None)
-    trainer.start(None)
-    return trainer
-
-
-def first_gradient(config: RunConfig) -> dict[str, Tensor]:
-    """The gradient of the first step."""
-    trainer = make_trainer(config)
-    trainer.forward_backward(trainer.fetch(trainer.next_group()))
-    return {name: p.grad for name, p in trainer.parts.trainable.items() if p.grad is not None}
 
 
 def test_a_run_leaves_everything_it_promises(make_config: MakeConfig) -> None:
@@ -109,10 +87,10 @@ def test_rows_without_an_answer_left_are_dropped_and_every_loss_is_finite(
     assert all(w.isfinite().all() for w in weights.values())
 
 
-def test_the_gradient_of_a_batch_is_that_of_its_halves_accumulated(
+def test_f32_the_gradient_of_a_batch_is_that_of_its_halves_accumulated(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """F32: a short and a long answer, together and one after the other."""
+    """A short and a long answer, together and one after the other (two ranks: test_engine)."""
     write_chats(tmp_path / "two.jsonl", [1, 30])
     data = {"train": str(tmp_path / "two.jsonl"), "heldout": (), "max_length": 128}
     together = first_gradient(make_config(data=data, training={"tokens_per_batch": 512}))
@@ -138,10 +116,10 @@ def test_memory_and_online_features_give_equal_losses(
     assert losses[0] == losses[1]
 
 
-def test_only_the_head_is_trained_and_the_target_stays_as_it_was(
+def test_f29_only_the_head_is_trained_and_the_target_stays_as_it_was(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F29, with weight decay on."""
+    """Five steps with weight decay on."""
     config = make_config(training={"max_steps": 5}, optimiser={"weight_decay": 0.5})
     trainer = make_trainer(config)
     target, head = trainer.parts.target.model, trainer.parts.head
@@ -158,20 +136,11 @@ def test_only_the_head_is_trained_and_the_target_stays_as_it_was(
     assert any(not torch.equal(t, start[n]) for n, t in head_weights(head).items())
 
 
-def test_one_bad_sample_costs_one_step_and_many_in_a_row_stop_the_run(
+def test_f26_one_bad_sample_costs_one_step_and_many_in_a_row_stop_the_run(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F26: a state of 1e30 is finite, its gradient's norm is not."""
-    model = tiny_target(num_layers=3, tied=False)
-    with torch.no_grad():
-        tilde = tiny_tokenizer().convert_tokens_to_ids("~")  # in no other chat
-        model.get_input_embeddings().weight[tilde] = 1e30  # type: ignore[operator, union-attr]
-    target = {"name": str(write_target(tmp_path / "poisoned", model)), "dtype": "float32"}
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    bad = dict(rows[3], id="bad")
-    bad["messages"] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "~ a"}]
-    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, [bad, *rows])) + "\n")
-    (tmp_path / "all.jsonl").write_text("\n".join([json.dumps(bad)] * 10) + "\n")
+    """A state of 1e30 is finite, its gradient's norm is not."""
+    target = poison(tmp_path)
     head = {"type": "toy", "unroll_steps": 1}
     training = {"epochs": 1, "tokens_per_batch": 128, "precision": "fp32"}
 
@@ -214,8 +183,8 @@ def test_one_chat_is_learned_at_every_depth(make_config: MakeConfig, tmp_path: P
 
 
 @pytest.mark.slow
-def test_small_updates_are_not_lost_in_bf16(make_config: MakeConfig, tmp_path: Path) -> None:
-    """F33: at this rate, weights kept in bf16 would never leave 1."""
+def test_f33_small_updates_are_not_lost_in_bf16(make_config: MakeConfig, tmp_path: Path) -> None:
+    """At this rate, weights kept in bf16 would never leave 1."""
     write_chats(tmp_path / "one.jsonl", [10])
     norms = {}
     for precision in ("fp32", "bf16"):
@@ -224,11 +193,12 @@ def test_small_updates_are_not_lost_in_bf16(make_config: MakeConfig, tmp_path: P
             data={"train": str(tmp_path / "one.jsonl"), "heldout": ()},
             optimiser={"lr": 1e-4},
             schedule={"kind": "constant", "warmup_steps": 0},
-            training={"max_steps": 150, "epochs": None, "precision": precision},
+            training={"max_steps": 400, "epochs": None, "precision": precision},
         )
         run(config)
         checkpoint = load_checkpoint(config.out / "checkpoints/last.safetensors")
         assert {t.dtype for t in checkpoint.moments.values()} == {torch.float32}
+        assert all(t.dtype != torch.bfloat16 for t in checkpoint.weights.values())
         norms[precision] = checkpoint.weights["layers.0.input_layernorm.weight"]
     for norm in norms.values():
         assert norm.dtype == torch.float32
@@ -236,10 +206,10 @@ def test_small_updates_are_not_lost_in_bf16(make_config: MakeConfig, tmp_path: P
     assert (norms["fp32"] - norms["bf16"]).abs().max() < 0.02
 
 
-def test_the_schedule_ends_at_its_last_step_whatever_the_accumulation(
+def test_f31_the_schedule_ends_at_its_last_step_whatever_the_accumulation(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """F31 (two processes: test_engine)."""
+    """Forty steps; two processes: test_engine."""
     curves = []
     for accumulate in (1, 4):
         config = make_config(
@@ -290,11 +260,12 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_folder_that_cannot_hold_the_head_is_an_error_and_keeps_the_last_checkpoint(
+def test_f37_a_folder_that_cannot_hold_the_head_is_an_error_and_keeps_the_last_checkpoint(
     make_config: MakeConfig,
 ) -> None:
-    """F37."""
-    run(make_config(training={"max_steps": 2}))
+    """A full disk; without it the folder holds config and weights."""
+    result = run(make_config(training={"max_steps": 2}))
+    assert {"config.json", "model.safetensors"} <= {path.name for path in result.head.iterdir()}
     config = make_config(training={"max_steps": 4})
     path = config.out / "checkpoints/last.safetensors"
     before = path.read_bytes()
@@ -313,15 +284,18 @@ def wait_for(condition: object, seconds: float = 120.0) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_what_was_done_and_a_second_one_after_resuming_too(
+def test_ctrl_c_and_sigterm_save_what_was_done_sitting_after_sitting(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """An interrupted command ends with 130; a preempted one did all it could, and ends with 0."""
     config = make_config(training={"max_steps": 100_000, "epochs": None})
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(config.model_dump(mode="json")))
     command = [sys.executable, "-m", "drafthead.train", "--config", str(file)]
     done = 0
-    for sitting in range(2):
+    for sitting, (sent, code) in enumerate(
+        [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGINT, 130)]
+    ):
         extra = ["--resume"] if sitting else []
         process = subprocess.Popen(command + extra, stderr=subprocess.PIPE, text=True)
         metrics = config.out / "metrics.jsonl"
@@ -331,11 +305,12 @@ def test_ctrl_c_saves_what_was_done_and_a_second_one_after_resuming_too(
             return metrics.exists() and metrics.read_text().count('"event": "step"') >= goal
 
         wait_for(far_enough)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 130, stderr
+        assert process.returncode == code, stderr
         assert "Traceback" not in stderr
-        assert stderr.endswith("interrupted; --resume continues where it was\n")
+        assert "stopped; saved as it was after step" in stderr
+        assert "--resume continues" in stderr.splitlines()[-1]
         state = load_checkpoint(config.out / "checkpoints/last.safetensors").state
         assert state.step >= goal
         assert [event["step"] for event in events(config.out)] == list(range(1, state.step + 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from drafthead.train.checkpoint import (
     save_head,
 )
 from drafthead.train.config import RunConfig
+from drafthead.train.interrupt import Preempted
 from drafthead.train.loop import run
 from drafthead.train.result import Tick
 
@@ -62,7 +65,7 @@ def assert_same_run(whole: RunConfig, cut: RunConfig) -> None:
     assert [e["step"] for e in right] == [e["step"] for e in left]
     for a, b in zip(left, right, strict=True):
         assert a.keys() == b.keys()
-        for name in a.keys() - {"positions_per_s"}:
+        for name in a.keys() - {"positions_per_s", "data_wait"}:
             assert b[name] == pytest.approx(a[name], abs=1e-6), (a["step"], name)
     first = load_checkpoint(whole.out / "checkpoints/last.safetensors")
     second = load_checkpoint(cut.out / "checkpoints/last.safetensors")
@@ -73,7 +76,7 @@ def assert_same_run(whole: RunConfig, cut: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("features", ["memory", "online"])
-def test_twelve_steps_equal_six_and_six_cut_mid_epoch_and_mid_accumulation(
+def test_f30_twelve_steps_equal_six_and_six_cut_mid_epoch_and_mid_accumulation(
     make_config: MakeConfig, tmp_path: Path, features: str
 ) -> None:
     # 13 micro-batches after 6 steps of 2 and one half: the half is run again.
@@ -94,6 +97,73 @@ def test_resuming_twice_and_with_a_head_that_draws_random_numbers(
     training = {"precision": "fp32", "tokens_per_batch": 192, "max_steps": 9}
     whole, cut = straight_and_cut(make_config, tmp_path, [3, 2], head=head, training=training)
     assert_same_run(whole, cut)
+
+
+def raise_in(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, number: signal.Signals, times: int = 1
+) -> None:
+    """Let this process get a signal while a function of the trainer runs."""
+    real = getattr(importlib.import_module(module), name)
+
+    def wrapped(*args: Any) -> Any:
+        for _ in range(times):
+            signal.raise_signal(number)
+        return real(*args)
+
+    monkeypatch.setattr(f"{module}.{name}", wrapped)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "step"),
+    [
+        ("drafthead.train.loop", "assemble", 0),
+        ("drafthead.train.loop", "simulate", 2),
+        ("drafthead.train.keeper", "save_checkpoint", 2),
+    ],
+    ids=["before the first step", "amid an evaluation", "amid a checkpoint"],
+)
+def test_sigterm_at_any_time_saves_and_the_run_goes_on_as_if_nothing_had_been(
+    make_config: MakeConfig, tmp_path: Path, module: str, name: str, step: int
+) -> None:
+    """Twice, as clusters send it."""
+    training = {"max_steps": 5, "eval_every": 2, "save_every": 2, "precision": "fp32"}
+    whole = make_config(out=str(tmp_path / "whole"), training=training)
+    run(whole)
+    cut = make_config(out=str(tmp_path / "cut"), training=training)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        raise_in(monkeypatch, module, name, signal.SIGTERM, times=2)
+        with pytest.raises(Preempted) as stop:
+            run(cut)
+    assert stop.value.code == 0
+    assert load_checkpoint(cut.out / "checkpoints/last.safetensors").state.step == step
+    run(cut, resume=True)
+    assert_same_run(whole, cut)
+    assert events(whole.out, "evaluation") == events(cut.out, "evaluation")
+
+
+def test_another_global_batch_is_told_and_keeps_to_the_epochs(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = {"epochs": 2, "accumulate": 2, "tokens_per_batch": 160}
+    config = make_config(training=training)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, progress=InterruptAt(5))
+    positions = events(config.out)[-1]["positions"]
+    run(make_config(training={**training, "accumulate": 1}), resume=True)
+    assert "a step was 2 micro-batches over all ranks" in caplog.text
+    last = events(config.out)[-1]
+    each = next(e["positions"] for e in events(config.out) if e["epoch"] == 1)
+    assert positions < each
+    assert (last["epoch"], last["positions"]) == (2, 2 * each)
+
+
+def test_other_settings_are_refused_before_anything_is_loaded(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(make_config(training={"max_steps": 1}))
+    monkeypatch.delattr("drafthead.train.loop.assemble")
+    with pytest.raises(CheckpointError, match="other settings of head;"):
+        run(make_config(training={"max_steps": 4}, head={"unroll_steps": 3}), resume=True)
 
 
 def test_a_finished_run_is_not_run_over_and_an_absent_one_is_not_resumed(
@@ -186,10 +256,10 @@ def test_a_checkpoint_of_another_target_is_refused(make_config: MakeConfig) -> N
         checkpoint.check(config.identity(), other, path)
 
 
-def test_a_checkpoint_that_is_not_finite_or_cannot_be_written_leaves_the_old_one(
+def test_f26_f37_a_checkpoint_that_is_not_finite_leaves_the_old_one(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """F26, F37."""
+    """Neither as the last nor as the best."""
     config = make_config(training={"max_steps": 1})
     run(config)
     path = config.out / "checkpoints/last.safetensors"

@@ -9,6 +9,7 @@ import torch
 from tiny_runs import LAYERS, three_layers
 from torch import Tensor
 
+from drafthead.data.batches import plan
 from drafthead.data.chat import Row
 from drafthead.heads.base import TeacherBatch
 from drafthead.inference.target import Target
@@ -18,10 +19,7 @@ from drafthead.train.teacher import (
     OnlineFeatures,
     blank,
     choose_features,
-    collate,
-    epoch_order,
     forecast,
-    plan,
     supervised,
 )
 
@@ -44,25 +42,6 @@ def make_source(rows: list[Row], tokens: int = 90, target: Target | None = None)
 
 def tensors(batch: TeacherBatch) -> list[Tensor]:
     return [batch.ids, batch.mask, batch.features, batch.last_hidden, batch.top]
-
-
-def test_a_plan_uses_every_row_once_within_the_budget_and_with_little_padding() -> None:
-    lengths = [len(row.ids) for row in make_rows(200)]
-    batches = plan(lengths, 200, seed=3)
-    assert sorted(row for batch in batches for row in batch) == list(range(200))
-    sizes = [len(batch) * max(lengths[row] for row in batch) for batch in batches]
-    assert max(sizes) <= 200
-    assert sum(lengths) / sum(sizes) > 0.9
-    assert plan(lengths, 200, seed=3) == batches
-    assert plan(lengths, 200, seed=4) != batches
-    assert plan([500, 3], 200, seed=0) == [(0,), (1,)]
-
-
-def test_epoch_orders_are_permutations_that_depend_on_seed_and_epoch_only() -> None:
-    first = epoch_order(30, seed=1, epoch=0)
-    assert sorted(first) == list(range(30))
-    assert first == epoch_order(30, seed=1, epoch=0)
-    assert len({tuple(epoch_order(30, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
 
 
 def test_batches_hold_the_targets_own_states_and_choices() -> None:
@@ -141,12 +120,5 @@ def test_rows_with_states_that_are_not_finite_are_dropped_and_too_many_stop_the_
     assert len(source.dropped) == 1  # a second epoch does not count it again
 
 
-def test_collate_pads_on_the_right_and_a_blank_batch_supervises_nothing() -> None:
-    rows = [Row("a", [5, 6, 7], [False, True, True]), Row("b", [8], [True])]
-    ids, mask, real = collate(rows)
-    assert ids.tolist() == [[5, 6, 7], [8, 0, 0]]
-    assert mask.tolist() == [[False, True, True], [True, False, False]]
-    assert real.tolist() == [[True, True, True], [True, False, False]]
-    assert supervised(mask).tolist() == [[True, True, False], [False, False, False]]
-    batch = make_source(make_rows(3)).batch(0)
-    assert not blank(batch).mask.any()
+def test_a_blank_batch_supervises_nothing() -> None:
+    assert not blank(make_source(make_rows(3)).batch(0)).mask.any()
