@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # No target here needs a model hub; without this a missing one costs minutes of retries.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-matrix lint format typecheck bench clean
+.PHONY: help setup demo test test-matrix test-kill lint format typecheck bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -33,6 +33,9 @@ test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, some 
 	code=0; $(BIN)/pytest -v --no-header -p no:cacheprovider tests/matrix.py | tee build/matrix.tmp || code=$$?; \
 	  sed -nE '/PASSED|FAILED|ERROR|passed|failed/ { s/ *\[ *[0-9]+%\]//; s/ in [0-9.]+s.*//; p }' \
 	  build/matrix.tmp > tests/matrix.log; rm build/matrix.tmp; exit $$code
+
+test-kill: $(VENV)/.installed  ## kill extract, regenerate and train at ten moments and at every write
+	$(BIN)/pytest -v -p no:cacheprovider tests/kill_*.py $(ARGS)
 
 lint: $(VENV)/.installed  ## check style and formatting
 	$(BIN)/ruff check .
