@@ -87,7 +87,7 @@ class StateStore:
     """An opened store: where each sequence is."""
 
     def __init__(self, folder: Path, *, mending: bool = False) -> None:
-        """Look through all shards: sizes, headers and marks, not yet checksums.
+        """Look through all shards: sizes, headers, marks and indices; only `verify` sums bytes.
 
         A shard that is cut off or altered is refused by name, or with `mending` put into `bad`, to
         be made again. One of another target is always refused.

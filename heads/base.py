@@ -151,7 +151,10 @@ class DraftHead(PreTrainedModel):
     packs: ClassVar[bool] = False
     """Whether its unroll takes rows that hold several sequences (`TeacherBatch.starts`)."""
     gradient_checkpointing: bool = False
-    """Whether `unroll` makes its activations anew in the backward pass: less memory, more time."""
+    """Whether `unroll` makes its activations anew in the backward pass: less memory, more time.
+
+    Set by transformers' `activation_checkpointing_enable`, for heads that say they support it.
+    """
     tokenizer: PreTrainedTokenizerBase | None = None
     """The target's, where it is known: for heads that are stored as models of their own."""
 

@@ -130,10 +130,6 @@ class Eagle3Layer(nn.Module):
     it came, before its norm.
     """
 
-    gradient_checkpointing = False
-    """Whether what follows the attention is computed again in the backward pass instead of kept;
-    set by transformers' `activation_checkpointing_enable`."""
-
     def __init__(
         self,
         width: int,
@@ -166,12 +162,6 @@ class Eagle3Layer(nn.Module):
 
     def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attention's result (B, H, n, d) and the residual stream (B, n, D) → (B, n, D)."""
-        if self.gradient_checkpointing and self.training:
-            out: Tensor = checkpoint(self._finish, attended, hidden, use_reentrant=False)
-            return out
-        return self._finish(attended, hidden)
-
-    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         hidden = hidden + self.self_attn.join(attended)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out

@@ -207,7 +207,7 @@ class _Extraction:
                         # Ranks have about the same speed: one tells for all.
                         done += work.positions([index]) * self.engine.world
                         self.progress(min(done, total), total)
-                    #writer.wait()  # the last shard's number is taken only when it is on the disk
+                    writer.wait()  # the last shard's number is taken only when it is on the disk
                     writer.write(self.number(number), found)
                 writer.wait()
         finally:

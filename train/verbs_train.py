@@ -115,6 +115,9 @@ def extract(
 ) -> None:
     """Write the target's states once; train from them with data.states=DIR and no target loaded.
 
+    The same command again goes on where it was, and checks every byte of what is there: training
+    checks sizes, headers and ids alone.
+
     Example: drafthead extract --config smollm2-eagle3 --out states/smollm2
 
     Several processes: accelerate launch --config_file F -m drafthead.train.cli extract ...
