@@ -218,6 +218,8 @@ def _answered_with(row: dict[str, object]) -> Mapping[str, object] | None:
 
 
 def _prompt(row: dict[str, object], default_id: str) -> Prompt:
+    if row.get("tools"):
+        raise RowError("a prompt with tools, which are not read")
     if "turns" in row:
         turns = [text_of(turn, "a turn") for turn in _list(row, "turns")]
         system = _system(row)
@@ -225,6 +227,8 @@ def _prompt(row: dict[str, object], default_id: str) -> Prompt:
         raise RowError("no 'turns', 'messages', 'conversations' or 'prompt'")
     else:
         messages = _messages(row) if _holds_messages(row) else _opened(row, _asked(row))
+        if any(message.role == "tool" or message.tool_calls for message in messages):
+            raise RowError("a prompt with tools, which are not read")
         turns = [message.content for message in messages if message.role == "user"]
         system = messages[0].content if messages and messages[0].role == "system" else None
     if not turns:

@@ -197,6 +197,8 @@ def test_prompts_are_turns_or_the_user_turns_of_a_conversation(tmp_path: Path) -
         {"prompt": "Six?"},
         {"instruction": "Add", "input": "2 + 2", "output": "4", "system": "Be exact"},
         {"text": "Seven?"},
+        {"turns": ["Eight?"], "tools": [{"name": "search"}]},
+        chat(USER, {"role": "tool", "content": "42"}, ANSWER),
     )
     prompts, skips = read_prompts(path)
     assert [(p.id, p.category, list(p.turns), p.system) for p in prompts] == [
@@ -211,6 +213,7 @@ def test_prompts_are_turns_or_the_user_turns_of_a_conversation(tmp_path: Path) -
         "a turn is a number, not text": ["prompts.jsonl:5"],
         "'turns' is a text, not a list": ["prompts.jsonl:6"],
         "no 'turns', 'messages', 'conversations' or 'prompt'": ["prompts.jsonl:9"],
+        "a prompt with tools, which are not read": ["prompts.jsonl:10", "prompts.jsonl:11"],
     }
 
 
