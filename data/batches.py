@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,11 +36,12 @@ def plan(lengths: Sequence[int], tokens: int, seed: int) -> list[tuple[int, ...]
     return [tuple(batch) for batch in batches]
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+@lru_cache(maxsize=2)  # every step asks for its own epoch's and looks into the next one's
+def epoch_order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     """The order of `count` micro-batches in one epoch: a function of seed and epoch only."""
     order = list(range(count))
     random.Random(f"epoch/{seed}/{epoch}").shuffle(order)
-    return order
+    return tuple(order)
 
 
 def collate(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:

@@ -246,9 +246,11 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
 
 def serving_dtype() -> str:
     """bfloat16 where this machine computes in it, else float32."""
-    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "bfloat16"
-    return "float32"
+    if torch.cuda.is_available():
+        fit = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fit = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bfloat16" if fit else "float32"
 
 
 def load_target(

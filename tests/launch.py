@@ -76,7 +76,8 @@ def train(launcher: Sequence[str], config: RunConfig, folder: Path, *extra: str)
     """Run the command under a launcher to its end; the errors that all ranks wrote."""
     command = [*launcher, "-m", "drafthead.train", "--config", write_run(config, folder), "--json"]
     out, errors = finish(start([*command, *extra]))
-    # The launcher and DeepSpeed write there too, beside the one result of all ranks.
+    # The launcher writes there too, beside the one result of all ranks.
+    assert "built successfully" not in out, "DeepSpeed prints it in every process"
     results = [json.loads(line) for line in out.splitlines() if line.startswith('{"head"')]
     assert [result["steps"] for result in results] == [config.training.max_steps]
     return errors

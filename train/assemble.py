@@ -62,7 +62,7 @@ class Assembly:
         counts = {name: p.numel() for name, p in self.trainable.items()}
         frozen = sum(p.numel() for p in self.head.parameters()) - sum(counts.values())
         target = self.target
-        weights = sum(p.numel() for p in target.model.parameters()) if target else 0
+        weights = target.num_weights if target else 0
         logger.info("training %d weights of the head", sum(counts.values()))
         logger.info("frozen: %d weights of the target, %d of the head", weights, frozen)
         logger.debug("trainable: %s", counts)

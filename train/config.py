@@ -196,6 +196,9 @@ class RunConfig(Settings):
             "data.heldout_positions": data.heldout_positions and not data.heldout,
             "schedule.min_ratio": schedule.min_ratio and schedule.kind == "constant",
             "data.states": data.states and training.features in ("memory", "online"),
+            "training.partition_target": training.partition_target
+            and data.states
+            and training.features in ("auto", "store"),
             "data.max_bytes": data.max_bytes and training.features != "fill",
             "data.states_dtype": data.states_dtype != "bfloat16" and training.features != "fill",
         }

@@ -11,6 +11,7 @@ import logging
 import math
 import netrc
 import os
+import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from drafthead.data.files import write_atomically
 from drafthead.inference.target import Target, load_target
 from drafthead.train import partitioned
 from drafthead.train.config import OptimiserConfig, RunConfig, flat
@@ -56,6 +58,8 @@ class Engine:
         if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # Without this, accelerate counts one process on a CPU under DeepSpeed.
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        if on_cpu and deepspeed and os.environ.get("RANK", "0") == "0":
+            partitioned.tell_of_locks()
         self._accelerator = Accelerator(
             # Without it, CPU processes are not wrapped; with it, DeepSpeed is left out: both
             # silently.
@@ -302,18 +306,23 @@ class Engine:
 
     # Tracking: accelerate's trackers, or none
 
-    def start_tracking(self, config: RunConfig) -> None:
-        """Open the tracker; wandb goes offline, and says so, when there is no key."""
+    def start_tracking(self, config: RunConfig, resume: bool) -> None:
+        """Open the tracker, for a resumed run where it was.
+
+        wandb goes offline, and says so, when there is no key.
+        """
         if self._tracker == "wandb" and "WANDB_MODE" not in os.environ and not _has_wandb_key():
             os.environ["WANDB_MODE"] = "offline"
             logger.info("wandb: no key found, logging offline to %s", config.out)
         if self._tracker == "none":
             return
-        options = {"wandb": {"dir": str(config.out), "name": config.out.name}}
+        options = {}
+        if self._tracker == "wandb" and self.is_main:
+            name = _wandb_id(config.out, resume)
+            shown = {"dir": str(config.out), "name": config.out.name, "id": name}
+            options = {"wandb": {**shown, "resume": "allow"}}
         self._accelerator.init_trackers(
-            "drafthead",
-            config=flat(config.model_dump(mode="json")),
-            init_kwargs=options if self._tracker == "wandb" else {},
+            "drafthead", config=flat(config.model_dump(mode="json")), init_kwargs=options
         )
 
     def track(self, values: Mapping[str, float], step: int) -> None:
@@ -336,8 +345,17 @@ def wants_bf16(precision: str, device: torch.device) -> bool:
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _wandb_id(out: Path, resume: bool) -> str:
+    """What wandb knows a run by, which all its sittings share."""
+    file = out / "wandb" / "id"
+    if not (resume and file.exists()):
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, secrets.token_hex(4))
+    return file.read_text()
 
 
 def _has_wandb_key() -> bool:

@@ -6,6 +6,7 @@ All ranks call every function here, since a sharded head is gathered; rank 0 alo
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from drafthead.train.config import RunConfig
 from drafthead.train.engine import Engine
 from drafthead.train.heldout import Simulated
 from drafthead.train.record import RunFolder
+
+logger = logging.getLogger(__name__)
 
 CONTENT = "data (content of the files)"
 """Name in a checkpoint's identity of what the config alone does not tell."""
@@ -70,9 +73,17 @@ class Keeper:
         checkpoint = load_checkpoint(self.folder.last)
         checkpoint.check(self.identity(), self.parts.head.contract, self.folder.last)
         load_weights(self.parts.head, checkpoint.weights)
+        state = checkpoint.state
+        if state.best_step is not None and not self.has_best():
+            logger.warning("%s: no longer there; the next evaluation counts", self.folder.best)
+            state.best_step = state.best_tau = state.evaluated = None
         if self.engine.is_main:
-            self.folder.forget_after(checkpoint.state.step)
+            self.folder.forget_after(state.step)
         return checkpoint
+
+    def has_best(self) -> bool:
+        """Whether the best weights are still there, and the figures that make them so."""
+        return self.folder.best.is_file() and self.folder.evaluation.is_file()
 
     def identity(self) -> dict[str, str]:
         """What must not change under a checkpoint: settings, and the content of the data."""

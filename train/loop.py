@@ -74,7 +74,7 @@ def run(
         trainer.start(resume)
         if engine.is_main:
             folder.start(config, resume)
-        engine.start_tracking(config)
+        engine.start_tracking(config, resume)
         try:
             trainer.train(request)
             return trainer.finish()
@@ -110,8 +110,7 @@ class Trainer:
         if checkpoint is None:
             self.warm_start()
         else:
-            self.state = checkpoint.state
-            self.regroup()
+            self.go_on(checkpoint.state)
         self.state.group = self.group_size
         if self.config.training.checkpoint_activations:
             recompute_activations(self.parts.head)
@@ -134,23 +133,30 @@ class Trainer:
             with self.watch.part("warm start"), self.engine.together():
                 self.parts.head.warm_start(map(self.parts.train.batch, chosen))
 
-    def regroup(self) -> None:
-        """Where steps have become larger or smaller, say so and keep to the epochs asked for."""
-        before, now, state = self.state.group, self.group_size, self.state
-        if before is None or before == now:
+    def go_on(self, state: LoopState) -> None:
+        """Take up a run where it was; where steps have become larger or smaller, say so.
+
+        Epochs end with their data: their last step is counted from the place in it, since the
+        steps behind may have been of other sizes.
+        """
+        before, now, self.state = state.group, self.group_size, state
+        if before is not None and before != now and self.engine.is_main:
+            logger.warning(
+                "a step was %d micro-batches over all ranks (ranks x training.accumulate), now it "
+                "is %d: the run goes on in the same data order, but it is not the run it would "
+                "have been",
+                before,
+                now,
+            )
+        training, count = self.config.training, self.parts.train_batches
+        if training.epochs is None:
             return
-        logger.warning(
-            "a step was %d micro-batches over all ranks (ranks x training.accumulate), now it is "
-            "%d: the run goes on in the same data order, but it is not the run it would have been",
-            before,
-            now,
-        )
-        epochs, count = self.config.training.epochs, self.parts.train_batches
-        if epochs is not None and epochs > state.epoch:
+        left = 0
+        if training.epochs > state.epoch:
             left = math.ceil((count - state.position) / now)
-            left += (epochs - state.epoch - 1) * math.ceil(count / now)
-            ends = (self.config.training.max_steps, state.step + left)
-            self.limits = replace(self.limits, steps=min(end for end in ends if end is not None))
+            left += (training.epochs - state.epoch - 1) * math.ceil(count / now)
+        ends = (training.max_steps, state.step + left)
+        self.limits = replace(self.limits, steps=min(end for end in ends if end is not None))
 
     def train(self, request: StopRequest) -> None:
         """Step until a limit; on a request to stop, save and raise Interrupted or Preempted."""
@@ -187,7 +193,7 @@ class Trainer:
 
     # The steps of the loop, in their order
 
-    def next_group(self) -> list[int]:
+    def next_group(self) -> Sequence[int]:
         """Micro-batches of the next step over all ranks: fewer at the end of an epoch."""
         training, state = self.config.training, self.state
         order = epoch_order(self.parts.train_batches, training.seed, state.epoch)

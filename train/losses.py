@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 21
-"""Elements of one fp32 working copy (8 MiB): a bound on memory that suits a CPU's cache."""
+"""Elements of one fp32 working copy on a CPU (8 MiB): a bound on memory that suits its cache."""
+DEVICE_CHUNK_ELEMENTS = 1 << 26
+"""The same elsewhere (256 MiB): fewer, larger kernels."""
 
 
 def soft_cross_entropy(
@@ -54,7 +56,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wanted else None
-        for chunk in _chunks(len(hidden), teacher.shape[1]):
+        for chunk in _chunks(hidden, teacher.shape[1]):
             with torch.set_grad_enabled(wanted):
                 read = hidden[chunk].detach().requires_grad_(wanted)
                 logits = readout(read)
@@ -82,7 +84,7 @@ def distribution(readout: Callable[[Tensor], Tensor], hidden: Tensor, width: int
     """softmax(readout(hidden)): (N, D) → (N, width) in the readout's dtype, without a gradient."""
     made = []
     with torch.no_grad():
-        for chunk in _chunks(len(hidden), width):
+        for chunk in _chunks(hidden, width):
             logits = readout(hidden[chunk])
             made.append(logits.float().softmax(dim=-1).to(logits.dtype))
     return torch.cat(made) if made else hidden.new_empty(0, width)
@@ -100,7 +102,7 @@ def overlap(logits: Tensor, teacher: Tensor) -> Tensor:
         )
     value = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     with torch.no_grad():
-        for chunk in _chunks(*logits.shape):
+        for chunk in _chunks(logits, logits.shape[1]):
             p, q = (side[chunk].float().softmax(dim=-1) for side in (logits, teacher))
             value[chunk] = torch.minimum(p, q).sum(dim=-1)
     return value
@@ -113,6 +115,7 @@ def depth_weights(steps: int, decay: float) -> tuple[float, ...]:
     return tuple(decay**depth for depth in range(steps))
 
 
-def _chunks(M: int, Vd: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // max(1, Vd))
-    return [slice(start, start + size) for start in range(0, M, size)]
+def _chunks(rows: Tensor, Vd: int) -> list[slice]:
+    most = CHUNK_ELEMENTS if rows.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+    size = max(1, most // max(1, Vd))
+    return [slice(start, start + size) for start in range(0, len(rows), size)]

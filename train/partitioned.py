@@ -9,6 +9,8 @@ Shapes: B batch, T positions, D hidden width, V vocabulary, L captured layers.
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.utils.hub import cached_file
 
@@ -24,6 +27,22 @@ from drafthead.heads.contract import Contract, describe, logit_transform
 from drafthead.inference.target import Target, load_target
 
 logger = logging.getLogger(__name__)
+
+STALE_SECONDS = 60.0
+"""A lock this old is another process's, not that of a rank that starts along with this one."""
+
+
+def tell_of_locks() -> None:
+    """Name a lock that DeepSpeed will wait for, silently and for ever if its owner was killed.
+
+    At its first start on a CPU it builds an operation, which takes a minute or two.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.glob("**/deepspeed_shm_comm/lock"):
+        if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+            logger.warning(
+                "%s: DeepSpeed waits for the process that made it; if that is gone, delete it", lock
+            )
 
 
 @contextmanager

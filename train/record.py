@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -73,8 +74,9 @@ class RunFolder:
     def claimed(self, resume: bool) -> Iterator[None]:
         """Make the folder and keep other runs out of it inside the block.
 
-        Refused are a folder that holds another run or that another process is in, and resuming
-        where there is nothing to resume. A run that is refused leaves no empty folder.
+        Refused are a folder that holds another run, that another process is in or that cannot be
+        written, and resuming where there is nothing to resume. A run that is refused leaves no
+        empty folder.
         """
         if resume and not self.last.exists():
             raise FileNotFoundError(
@@ -86,6 +88,11 @@ class RunFolder:
             if not resume and self.last.exists():
                 raise FileExistsError(
                     f"out: {self.root} holds a run already; resume it with --resume, "
+                    "or name another folder"
+                )
+            if not os.access(self.root, os.W_OK):
+                raise PermissionError(
+                    f"out: {self.root} cannot be written; change its permissions, "
                     "or name another folder"
                 )
             yield

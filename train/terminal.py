@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -98,7 +98,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], remark: bool) -
 
 @contextmanager
 def bars() -> Iterator[Progress]:
-    """Progress bars that appear with their first step; none where nobody can watch them."""
+    """Progress bars that appear with their first step; none where nobody can watch them.
+
+    What libraries print inside the block joins the remarks.
+    """
     _silence_other_bars()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
     shown = Progress(
@@ -109,7 +112,8 @@ def bars() -> Iterator[Progress]:
         disable=not notes.is_terminal,
     )
     try:
-        yield shown
+        with redirect_stdout(sys.stderr):
+            yield shown
     finally:
         shown.stop()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from command import Call, Place, assert_one_line
 
 from drafthead.train.options import template_arguments
+from drafthead.train.terminal import bars
 
 QUESTION = "What is the capital of France?"
 
@@ -99,3 +101,12 @@ def test_template_arguments_are_read_one_by_one_or_together() -> None:
     for wrong in ("thinking", '{"a": ', "=1", "no name=1"):
         with pytest.raises(ValueError, match="--compare"):
             template_arguments("--compare", [wrong])
+
+
+def test_what_libraries_print_at_work_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as DeepSpeed in every process: `--json` can be piped on."""
+    with bars():
+        sys.stdout.write("built successfully\n")
+    sys.stdout.write("the result\n")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("the result\n", "built successfully\n")

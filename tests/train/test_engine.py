@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from tiny_runs import MakeConfig, events, write_chats
 from trainers import poison
 
+from drafthead.inference.target import load_target
 from drafthead.train.config import RunConfig
 from drafthead.train.engine import wants_bf16
 from drafthead.train.loop import run
@@ -139,7 +140,9 @@ def test_f28_f30_zero_resumes_exactly_with_any_number_of_processes(
     handed_over = single.model_copy(update={"out": tmp_path / "handed-over"})
     shutil.copytree(cut.out, handed_over.out)
 
-    train(launcher, cut, tmp_path, "--resume")
+    errors = train(launcher, cut, tmp_path, "--resume")
+    weights = load_target(single.target.name, "float32").num_weights
+    assert f"frozen: {weights} weights of the target" in errors, "in parts or not"
     assert_exact(whole, cut)
 
     with pytest.raises(KeyboardInterrupt):
@@ -211,7 +214,7 @@ def test_precision_auto_follows_the_device() -> None:
     assert wants_bf16("auto", cpu) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def test_wandb_without_a_key_logs_offline(
+def test_wandb_without_a_key_logs_offline_and_a_resumed_run_to_the_same_one(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
@@ -220,8 +223,10 @@ def test_wandb_without_a_key_logs_offline(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
     config = make_config(tracker="wandb", training={"max_steps": 2})
-    run(config)
-    assert list((config.out / "wandb").glob("offline-run-*"))
+    for sitting in range(2):
+        run(config, resume=sitting > 0)
+    first, second = (config.out / "wandb").glob("offline-run-*")
+    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
 
 
 def test_a_tracker_that_is_not_installed_is_refused(

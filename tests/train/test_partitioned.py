@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from trainers import make_trainer
 
 from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
+from drafthead.train.partitioned import tell_of_locks
 from drafthead.train.teacher import blank
 
 
@@ -42,6 +44,21 @@ def test_f28_a_partitioned_target_gives_the_states_of_the_whole_one(
 def test_a_target_is_not_partitioned_without_deepspeed(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=r"training\.partition_target: only DeepSpeed"):
         Engine(make_config(training={"partition_target": True}))
+
+
+def test_a_lock_that_a_killed_build_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSpeed waits for it without a word; that of a rank which starts now is none."""
+    lock = tmp_path / "py311_cpu/deepspeed_shm_comm/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    tell_of_locks()
+    assert not caplog.text
+    os.utime(lock, (0, 0))
+    tell_of_locks()
+    assert f"{lock}: DeepSpeed waits" in caplog.text
 
 
 @pytest.mark.parametrize(

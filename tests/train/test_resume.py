@@ -144,17 +144,52 @@ def test_sigterm_at_any_time_saves_and_the_run_goes_on_as_if_nothing_had_been(
 def test_another_global_batch_is_told_and_keeps_to_the_epochs(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also where it is stopped once more, and where the epochs are over."""
     training = {"epochs": 2, "accumulate": 2, "tokens_per_batch": 160}
+    smaller = make_config(training={**training, "accumulate": 1})
     config = make_config(training=training)
     with pytest.raises(KeyboardInterrupt):
         run(config, progress=InterruptAt(5))
     positions = events(config.out)[-1]["positions"]
-    run(make_config(training={**training, "accumulate": 1}), resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(smaller, resume=True, progress=InterruptAt(2))
     assert "a step was 2 micro-batches over all ranks" in caplog.text
+    steps = run(smaller, resume=True).steps
     last = events(config.out)[-1]
     each = next(e["positions"] for e in events(config.out) if e["epoch"] == 1)
     assert positions < each
     assert (last["epoch"], last["positions"]) == (2, 2 * each)
+    run(config, resume=True)
+    assert run(smaller, resume=True).steps == steps
+
+
+def test_a_best_checkpoint_that_is_gone_is_made_anew(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where only the last one was copied to another machine."""
+    training = {"max_steps": 2, "eval_every": 1}
+    config = make_config(training=training)
+    run(config)
+    (config.out / "checkpoints/best.safetensors").unlink()
+    result = run(make_config(training={**training, "max_steps": 3}), resume=True)
+    assert "best.safetensors: no longer there" in caplog.text
+    assert result.best_step == 3
+    (config.out / "evaluation.json").unlink()
+    result = run(make_config(training={**training, "max_steps": 3}), resume=True)
+    assert result.best_step == 3
+    assert len(result.simulated_survival) == config.head.unroll_steps
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    config.out.mkdir()
+    # Root may write everywhere, so that permissions would not make it one.
+    monkeypatch.setattr("drafthead.train.record.os.access", lambda path, mode: False)
+    monkeypatch.delattr("drafthead.train.loop.assemble")
+    with pytest.raises(PermissionError, match=r"out: .* cannot be written"):
+        run(config)
 
 
 def test_other_settings_are_refused_before_anything_is_loaded(
