@@ -58,8 +58,8 @@ class Engine:
         if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # Without this, accelerate counts one process on a CPU under DeepSpeed.
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
-        if on_cpu and deepspeed and os.environ.get("RANK", "0") == "0":
-            partitioned.tell_of_locks()
+        if on_cpu and deepspeed:
+            partitioned.leave_sums_to_gloo()
         self._accelerator = Accelerator(
             # Without it, CPU processes are not wrapped; with it, DeepSpeed is left out: both
             # silently.

@@ -9,8 +9,6 @@ Shapes: B batch, T positions, D hidden width, V vocabulary, L captured layers.
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.utils.hub import cached_file
 
@@ -28,27 +25,21 @@ from drafthead.inference.target import Target, load_target
 
 logger = logging.getLogger(__name__)
 
-STALE_SECONDS = 60.0
-"""A lock this old is another process's, not that of a rank that starts along with this one."""
 
+def leave_sums_to_gloo() -> None:
+    """Keep DeepSpeed from compiling an operation of its own at its first start on a CPU.
 
-def tell_of_locks() -> None:
-    """Name a lock that DeepSpeed will wait for, silently and for ever if its owner was killed.
-
-    At its first start on a CPU it builds an operation, which takes a minute or two.
+    That takes minutes, and if it is killed, every later start waits for its lock for ever.
     """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob("**/deepspeed_shm_comm/lock"):
-        if time.time() - lock.stat().st_mtime > STALE_SECONDS:
-            logger.warning(
-                "%s: DeepSpeed waits for the process that made it; if that is gone, delete it", lock
-            )
+    import deepspeed  # type: ignore[import-untyped]
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Hold these parameters whole inside the block, on every rank; to be read, not written."""
-    import deepspeed  # type: ignore[import-untyped]
+    import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(parameters)):
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from trainers import make_trainer
 
 from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
-from drafthead.train.partitioned import tell_of_locks
+from drafthead.train.partitioned import leave_sums_to_gloo
 from drafthead.train.teacher import blank
 
 
@@ -46,19 +45,18 @@ def test_a_target_is_not_partitioned_without_deepspeed(make_config: MakeConfig) 
         Engine(make_config(training={"partition_target": True}))
 
 
-def test_a_lock_that_a_killed_build_left_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_deepspeed_compiles_nothing_at_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed waits for it without a word; that of a rank which starts now is none."""
-    lock = tmp_path / "py311_cpu/deepspeed_shm_comm/lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
+    import deepspeed
+    from deepspeed.comm.torch import build_shm_op
+
+    known = deepspeed.ops.__compatible_ops__
+    monkeypatch.setitem(known, "deepspeed_shm_comm", known["deepspeed_shm_comm"])
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    tell_of_locks()
-    assert not caplog.text
-    os.utime(lock, (0, 0))
-    tell_of_locks()
-    assert f"{lock}: DeepSpeed waits" in caplog.text
+    leave_sums_to_gloo()
+    assert build_shm_op() is None
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
