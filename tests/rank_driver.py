@@ -50,6 +50,7 @@ def gradient(config: RunConfig, out: Path) -> None:
     if engine.is_main:
         grads = {n: p.grad for n, p in parts.trainable.items() if p.grad is not None}
         save_file(grads, out)
+    engine.wait()
     engine.close()
 
 
@@ -79,6 +80,7 @@ def target(config: RunConfig, out: Path) -> None:
         "dtype": str(ours.dtype),
     }
     out.with_name(f"{out.name}.{engine.rank}").write_text(json.dumps(facts))
+    engine.wait()
     engine.close()
 
 

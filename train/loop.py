@@ -77,7 +77,9 @@ def run(
         engine.start_tracking(config, resume)
         try:
             trainer.train(request)
-            return trainer.finish()
+            result = trainer.finish()
+            engine.wait()  # a rank that leaves the group early may keep another one in it
+            return result
         finally:
             parts.teacher.close()
             engine.close()
