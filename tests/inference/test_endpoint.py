@@ -10,22 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answering import PROMPTS as REPEATING
 from server import Behaviour, said, serving
 from tiny import tiny_tokenizer
 
-from drafthead.data.conversations import Prompt, read_conversations
+from drafthead.data.conversations import read_conversations
 from drafthead.inference import endpoint as module
 from drafthead.inference.answers import Answering, Report, part_path
 from drafthead.inference.endpoint import Endpoint, answer_by_server
 
-PROMPTS = [
-    Prompt("a", "chat", ["What is the capital of France?", "And its river?", "And then?"]),
-    Prompt("b", "maths", ["Three apples and four pears make how many?"]),
-    Prompt("c", "chat", ["Write a function."], system="Be short and right, always."),
-    Prompt("d", "chat", ["Memory fades slowly.", "Why?"]),
-    Prompt("e", "code", ["Explain every line of it."]),
-    Prompt("f", "code", ["Summarise the paragraph.", "Without names."]),
-]
+PROMPTS = REPEATING[:6]
 ANSWERING = Answering(max_new_tokens=64, seed=None, batch=3)
 
 
