@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from drafthead.heads.contract import Contract
+from drafthead.heads.contract import Contract, default_layers
 
 
 class HeadSettings(BaseModel):
@@ -37,6 +37,10 @@ class HeadSettings(BaseModel):
     """Draft depths trained together (training-time test, arXiv 2503.01840)."""
     warm_start: int = Field(default=0, ge=0)
     """Positions of a closed-form start before training, for heads that have one; 0 = none."""
+
+    def captured(self, num_layers: int) -> tuple[int, ...]:
+        """Ids of the target's states that it reads, ascending, by the contract's convention."""
+        return default_layers(num_layers)
 
     @abstractmethod
     def build(
@@ -117,6 +121,8 @@ class Prediction:
     """(M,) int64 index into the flattened (B * T) states: the one that predicts the same token."""
     trained_readout: bool = False
     """Whether `readout` has weights that are trained."""
+    confidence: Tensor | None = None
+    """(M,) logit of the chance that this depth's draft is accepted, where the head predicts it."""
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     """Named extra losses, each (M,), weighed by the head's own settings; summed by the trainer."""
 
@@ -215,6 +221,14 @@ class DraftHead(PreTrainedModel):
         ids: (B, m) target ids; parents: (B, m) index of an earlier node of this round in the order
         of expansion (0 is the first node expanded), -1 for the root. Returns (B, m, Vd).
         """
+
+    def confidence(self, state: HeadState) -> Tensor | None:
+        """(B, m) chances that the drafts after the nodes of the last call are accepted, calibrated.
+
+        For the root alone after `extend`, (B, 1). None where the head predicts none: then its
+        draft probabilities stand for them.
+        """
+        return None
 
 
 HEADS: dict[str, type[HeadSettings]] = {}

@@ -5,7 +5,8 @@ wherever one of them is read (`Contract.check`). It knows no head and loads no m
 
 Layer ids follow one convention: id L is the residual stream entering layer L (counted from 0), that
 is the output of layer L - 1; the id equal to the number of layers is the stream that leaves the
-last layer, before the final norm.
+last layer, before the final norm. Id -1 (`LAST`) is that stream after the final norm, what the
+output rows see.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+LAST = -1
+"""The layer id of what the target's output rows see, after its final norm."""
 
 SAMPLES = 64
 """Elements of each parameter that enter the fingerprint."""
@@ -158,15 +162,25 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_layers(layers: Iterable[int], num_layers: int) -> tuple[int, ...]:
-    """Return the ids as a tuple; ValueError unless strictly ascending and in 1..num_layers."""
+    """Return the ids as a tuple; ValueError unless strictly ascending and in 1..num_layers.
+
+    LAST may stand before them, or alone.
+    """
     ids = tuple(layers)
     ascending = all(a < b for a, b in itertools.pairwise(ids))
-    if not ids or not ascending or ids[0] < 1 or ids[-1] > num_layers:
+    inner = ids[1:] if ids[:1] == (LAST,) else ids
+    if not ids or not ascending or any(not 1 <= layer <= num_layers for layer in inner):
         raise ValueError(
             f"head.layers: {list(ids)} must be distinct ascending ids in 1..{num_layers} "
-            f"({num_layers} is the state that leaves the last layer)"
+            f"({num_layers} is the state that leaves the last layer; {LAST}, the same after the "
+            "final norm, may come first)"
         )
     return ids
+
+
+def inner_layers(layers: Iterable[int]) -> tuple[int, ...]:
+    """The ids but LAST, whose state is kept with every sequence anyway."""
+    return tuple(layer for layer in layers if layer != LAST)
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:

@@ -12,7 +12,6 @@ M supervised positions of one depth, m draft nodes, d head width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -20,44 +19,34 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, initialization
 
-from drafthead.heads.base import (
-    DraftHead,
-    HeadSettings,
-    HeadState,
-    Prediction,
-    TeacherBatch,
-    register,
-)
+from drafthead.heads.base import HeadState, Prediction, TeacherBatch, register
 from drafthead.heads.blocks import (
     Attention,
     Eagle3Layer,
     GatedMLP,
     RMSNorm,
-    Rotary,
     active_slots,
     take_slots,
     unroll_attention,
 )
-from drafthead.heads.borrowed import Borrowed, borrow
-from drafthead.heads.contract import Contract
-from drafthead.heads.eagle3_config import Eagle3Config
+from drafthead.heads.borrowed import Borrowed
+from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
+from drafthead.heads.contract import Contract, default_layers
+from drafthead.heads.geometry import HeadConfig
 from drafthead.heads.memory import LayerMemory
-from drafthead.heads.vocabulary import check_maps, ids_of, maps_of
 from drafthead.heads.warm_start import MODESTY, Moments
 
 
 @register("eagle3")
-class Eagle3Settings(HeadSettings):
+class Eagle3Settings(BorrowingSettings):
     """What a user chooses about an EAGLE-3 head."""
 
     type: Literal["eagle3"] = "eagle3"
     unroll_steps: int = Field(default=3, ge=1)
     layers: tuple[int, ...] | None = None
     """Captured states, ascending ids of the contract's convention; None = (2, n // 2, n - 3)."""
-    draft_vocab_size: int | None = Field(default=16384, ge=1)
-    """Tokens that can be proposed; None = all of the target's."""
     norm_features: bool = True
     """Norm each captured state before it is fused (EAGLE-3.1)."""
     norm_output: bool = False
@@ -73,49 +62,40 @@ class Eagle3Settings(HeadSettings):
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width inside the draft layer's MLP; None = the target's."""
 
+    def captured(self, num_layers: int) -> tuple[int, ...]:
+        return self.layers or default_layers(num_layers)
+
     def build(
         self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
     ) -> Eagle3Head:
-        vocab_size = contract.vocab_size
-        size = vocab_size if draft_ids is None else draft_ids.shape[0]
-        asked = vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-        if size != asked:
-            raise ValueError(
-                f"head.draft_vocab_size: {asked} tokens asked for, the vocabulary given has {size} "
-                f"of {vocab_size}: make it anew or change the setting"
-            )
         if self.layers is not None and self.layers != contract.layers:
             raise ValueError(f"head.layers: {self.layers} asked for, not {contract.layers}")
-        head = Eagle3Head(Eagle3Config.of(self, contract, target, size))
-        if draft_ids is not None and size < vocab_size:
-            d2t, t2d = maps_of(draft_ids, vocab_size)
-            head.d2t.copy_(d2t)
-            head.t2d.copy_(t2d)
-        head.starts_at_bind = True
+        size = self.vocabulary_size(contract, draft_ids)
+        inner, theta = self.intermediate_size, self.rope_theta
+        head = Eagle3Head(
+            Eagle3Config.of(self, contract, target, size, intermediate_size=inner, rope_theta=theta)
+        )
+        head.untrained(draft_ids)
         return head
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Config(HeadConfig):
+    """The published names and the stored geometry."""
+
+    model_type = "drafthead_eagle3"
+
+
+class Eagle3Head(BorrowingHead):
     """See the module docstring; the stored tensors are exactly those of the published layout."""
 
     config_class = Eagle3Config
     config: Eagle3Config
     settings: Eagle3Settings
-    base_model_prefix = ""
     supports_gradient_checkpointing = True
     packs = True
 
-    d2t: Tensor
-    t2d: Tensor
-    embedding: Tensor | None
-    rows: Tensor | None
-
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        if config.contract is None or config.settings is None:
-            raise ValueError("head config: no contract or settings; was it written by drafthead?")
-        self.contract = Contract.model_validate(config.contract)
-        self.settings = Eagle3Settings.model_validate(config.settings)
         width, eps, size = config.hidden_size, config.rms_norm_eps, config.draft_vocab_size
         captured = self.contract.layers
         if self.settings.norm_features:
@@ -128,15 +108,6 @@ class Eagle3Head(DraftHead):
         self.norm = RMSNorm(width, eps)
         if self.settings.own_rows:
             self.lm_head = nn.Linear(width, size, bias=False)
-        self.reduced = size < config.vocab_size
-        if self.reduced:
-            self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.register_buffer("embedding", None, persistent=False)
-        self.register_buffer("rows", None, persistent=False)
-        self._rotary = Rotary(config.head_dim, config.rope_parameters or {})
-        self.starts_at_bind = False
-        """True for an untrained head: `bind` also sets its first output weights."""
         self.post_init()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -149,24 +120,7 @@ class Eagle3Head(DraftHead):
         elif isinstance(module, GatedMLP):
             initialization.normal_(module.down_proj.weight, std=std)
 
-    def bind(self, source: PreTrainedModel | Path, check: bool = True) -> None:
-        """Borrow from a live target or its folder, in the dtype that the head computes in.
-
-        `check=False` accepts another target of equal shape: harmless, but drafts may be useless.
-        """
-        if self.reduced:
-            check_maps(self.d2t, self.t2d)
-        borrowed = borrow(source, self.contract, self.draft_ids if self.reduced else None, check)
-        device, dtype = self.fc.weight.device, self._compute_dtype()
-        self.embedding = borrowed.embedding.to(device, dtype)
-        same = borrowed.rows is borrowed.embedding
-        self.rows = self.embedding if same else borrowed.rows.to(device, dtype)
-        if self.starts_at_bind:
-            self._start(borrowed)
-            self.starts_at_bind = False
-
-    @torch.no_grad()
-    def _start(self, borrowed: Borrowed) -> None:
+    def start_weights(self, borrowed: Borrowed) -> None:
         scale = self.settings.start_logit_scale
         if borrowed.norm is None:
             self.norm.weight.fill_(scale)
@@ -174,37 +128,6 @@ class Eagle3Head(DraftHead):
             self.norm.weight.copy_(borrowed.norm * scale)
         if self.settings.own_rows:
             self.lm_head.weight.copy_(borrowed.rows)
-
-    def _bound(self) -> tuple[Tensor, Tensor]:
-        if self.embedding is None or self.rows is None:
-            raise ValueError(
-                f"head of {self.contract.target!r} is not bound: call bind(target) before a forward"
-            )
-        return self.embedding, self.rows
-
-    def _compute_dtype(self) -> torch.dtype:
-        device = self.fc.weight.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.fc.weight.dtype
-
-    @property
-    def draft_ids(self) -> Tensor:
-        if self.reduced:
-            return ids_of(self.d2t)
-        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
-
-    @property
-    def positions(self) -> int:
-        return self.config.max_position_embeddings
-
-    def in_vocabulary(self, ids: Tensor) -> Tensor:
-        """Target ids → bool of the same shape: True where the head can propose the token."""
-        return self.t2d[ids] if self.reduced else torch.ones_like(ids, dtype=torch.bool)
-
-    def teacher_logits(self, last_hidden: Tensor) -> Tensor:
-        rows = self._bound()[1]
-        return self.contract.transform(F.linear(last_hidden.to(rows.dtype), rows))
 
     # The parts that training and decoding share
 
@@ -214,7 +137,7 @@ class Eagle3Head(DraftHead):
 
     def _fuse(self, features: Tensor) -> Tensor:
         """(B, n, L * D) captured states → (B, n, D)."""
-        features = features.to(self._compute_dtype())
+        features = features.to(self.compute_dtype())
         if self.settings.norm_features:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
@@ -232,30 +155,23 @@ class Eagle3Head(DraftHead):
             return self.contract.transform(self.lm_head(normed))
         return self.teacher_logits(normed)
 
-    def _turns(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """(B, n) positions below `length` → cos and sin, (B, 1, n, d)."""
-        cos, sin = self._rotary.tables(length, positions.device, self._compute_dtype())
-        # Beyond it there is only padding, or a draft that `write_rows` refuses.
-        positions = positions.clamp(max=length - 1)
-        return cos[positions][:, None], sin[positions][:, None]
-
     # Training
 
     def unroll(self, batch: TeacherBatch, steps: int) -> Iterator[Prediction]:
         """See the base class. Only slots with a label at some depth go beyond the first keys."""
-        embedding, layer = self._bound()[0], self.layer
+        embedding, layer = self.bound()[0], self.layer
         T = batch.ids.shape[1]
         labelled = [batch.supervised(2 + i) for i in range(steps)]  # slot t predicts t + 2 + i
         slots = active_slots(torch.stack(labelled).any(0))  # (B, m)
         n = int(slots.max()) + 1 if slots.numel() else 0
         starts = torch.zeros_like(batch.ids) if batch.starts is None else batch.starts
-        turns = self._turns(torch.arange(n, device=slots.device) - starts[:, :n], T + steps)
+        turns = self.turns(torch.arange(n, device=slots.device) - starts[:, :n], T + steps)
         hidden = self._fuse(batch.features[:, :n])
         x = layer.inputs(F.embedding(batch.ids[:, 1 : 1 + n], embedding), hidden)
         keys, values = ([kv] for kv in layer.keys_values(x, *turns))
         hidden, x, starts = take_slots(hidden, slots), take_slots(x, slots), starts.gather(1, slots)
         for i in range(steps):
-            turns = self._turns(slots - starts + i, T + steps)
+            turns = self.turns(slots - starts + i, T + steps)
             if i > 0:
                 tokens = batch.ids.gather(1, (slots + 1 + i).clamp(max=T - 1))
                 x = layer.inputs(F.embedding(tokens, embedding), hidden)
@@ -267,7 +183,9 @@ class Eagle3Head(DraftHead):
             normed = self.norm(outputs[rows, at])
             teacher = rows * T + slots[rows, at] + 1 + i
             auxiliary = self._auxiliary(batch, normed, teacher)
-            yield Prediction(normed, self._logits, teacher, self.settings.own_rows, auxiliary)
+            yield Prediction(
+                normed, self._logits, teacher, self.settings.own_rows, auxiliary=auxiliary
+            )
             hidden = self._fed_back(outputs)
 
     def _recomputed(self, *operands: Tensor) -> Tensor:
@@ -296,7 +214,7 @@ class Eagle3Head(DraftHead):
     def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
         """Fit `fc` and the attention's value path in closed form (see `warm_start`)."""
         config, parts = self.config, len(self.contract.layers) if self.settings.norm_features else 0
-        moments = Moments.of(batches, self._bound()[0], parts, config.rms_norm_eps)
+        moments = Moments.of(batches, self.bound()[0], parts, config.rms_norm_eps)
         attention = self.layer.self_attn
         moments.write(self.fc, attention, config.num_attention_heads, config.num_key_value_heads)
         self.norm.weight.fill_(MODESTY * moments.rms / moments.n)
@@ -313,9 +231,9 @@ class Eagle3Head(DraftHead):
 
     @torch.no_grad()
     def open(self, batch: int, capacity: int) -> LayerMemory:
-        config, device = self.config, self._bound()[0].device
+        config, device = self.config, self.bound()[0].device
         heads, head_dim, width = config.num_key_value_heads, config.head_dim, config.hidden_size
-        dtype = self._compute_dtype()
+        dtype = self.compute_dtype()
         return LayerMemory(batch, capacity, heads, head_dim, width, device, dtype)
 
     @torch.no_grad()
@@ -323,19 +241,17 @@ class Eagle3Head(DraftHead):
         self, state: HeadState, features: Tensor, next_ids: Tensor, counts: Tensor
     ) -> Tensor:
         assert isinstance(state, LayerMemory)
-        embedding, _ = self._bound()
+        embedding, _ = self.bound()
         layer, row = self.layer, state.row
         positions = state.next_positions(next_ids.shape[1])
         hidden = self._fuse(features)
         x = layer.inputs(F.embedding(next_ids, embedding), hidden)
-        state.commit(
-            *layer.keys_values(x, *self._turns(positions, state.capacity)), counts.tolist()
-        )
+        state.commit(*layer.keys_values(x, *self.turns(positions, state.capacity)), counts.tolist())
 
         # Earlier slots gave their keys and values; only the last one is asked for an output.
         counts = counts.to(row.device)[:, None]
         last = (counts - 1).clamp(min=0)
-        query = layer.queries(x[row, last], *self._turns(positions[row, last], state.capacity))
+        query = layer.queries(x[row, last], *self.turns(positions[row, last], state.capacity))
         outputs = layer.finish(state.attend_committed(query), hidden[row, last])
         outputs = torch.where(counts[:, None] > 0, outputs, state.outputs[:, :1])
         state.start_round(outputs)
@@ -344,11 +260,11 @@ class Eagle3Head(DraftHead):
     @torch.no_grad()
     def expand(self, state: HeadState, ids: Tensor, parents: Tensor) -> Tensor:
         assert isinstance(state, LayerMemory)
-        embedding, _ = self._bound()
+        embedding, _ = self.bound()
         layer, parents = self.layer, parents.to(ids.device)
         above, positions = state.below(parents)
         hidden = self._fed_back(above)
-        turns = self._turns(positions, state.capacity)
+        turns = self.turns(positions, state.capacity)
         x = layer.inputs(F.embedding(ids, embedding), hidden)
         attended = state.add(layer.queries(x, *turns), *layer.keys_values(x, *turns), parents)
         outputs = layer.finish(attended, hidden)

@@ -2,7 +2,7 @@
 
 It knows nothing of drafters or rules. Captured layers follow one convention everywhere: id L is
 the residual stream entering layer L (so the output of layer L - 1), and id n, the number of
-layers, is what leaves the last layer before the final norm.
+layers, is what leaves the last layer before the final norm, LAST (-1) the same after it.
 
 Shapes: B batch, T positions, n tokens of one forward, D hidden width, V vocabulary, L layers.
 """
@@ -27,8 +27,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.generic import ModelOutput
 
-from drafthead.heads.contract import Contract, check_layers, describe, logit_transform
+from drafthead.heads.contract import LAST, Contract, check_layers, describe, logit_transform
 from drafthead.inference.masks import UnsupportedTargetError, attention_of, visible
 from drafthead.inference.placement import execution_device, unwrapped
 from drafthead.inference.store import Store
@@ -207,11 +208,14 @@ class Target:
         def keeper(layer: int) -> Callable[[nn.Module, object, Any], None]:
             def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
                 if threading.get_ident() == here:  # the model may run elsewhere meanwhile
-                    captured[layer] = output[0] if isinstance(output, tuple) else output
+                    several = isinstance(output, tuple | ModelOutput)
+                    captured[layer] = output[0] if several else output
 
             return keep
 
-        hooked = [self._layers[layer - 1].register_forward_hook(keeper(layer)) for layer in layers]
+        last = self.model.get_decoder()
+        parts = {n: last if n == LAST else self._layers[n - 1] for n in layers}
+        hooked = [part.register_forward_hook(keeper(n)) for n, part in parts.items()]
         try:
             yield captured
         finally:

@@ -33,6 +33,9 @@ class ToySettings(HeadSettings):
     layers: tuple[int, ...] = (1,)
     dropout: float = 0.0
 
+    def captured(self, num_layers: int) -> tuple[int, ...]:
+        return self.layers
+
     def build(
         self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
     ) -> ToyHead:

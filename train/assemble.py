@@ -18,7 +18,7 @@ from drafthead.data.chat import ChatFormat, Row, build_rows, rows_key
 from drafthead.data.conversations import read_conversations
 from drafthead.data.embedded import EMBEDDED, data_path, default_target, fetch_target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.contract import Contract, check_layers, default_layers
+from drafthead.heads.contract import Contract, check_layers
 from drafthead.heads.vocabulary import count_tokens, draft_vocabulary
 from drafthead.inference.target import Target
 from drafthead.train.config import DataConfig, RunConfig, TargetConfig
@@ -126,11 +126,10 @@ def read_texts(data: DataConfig, outline: Outline) -> Texts:
 
 
 def head_layers(config: RunConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers that the head reads: its setting, or the default ones; none if it reads none."""
+    """The layers that the head reads; none if it reads tokens alone."""
     if not config.head.reads_states:
         return ()
-    asked: Sequence[int] | None = config.head.model_dump().get("layers")
-    return check_layers(asked or default_layers(num_layers), num_layers)
+    return check_layers(config.head.captured(num_layers), num_layers)
 
 
 def target_folder(config: TargetConfig, engine: Engine) -> str | Path:

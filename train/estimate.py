@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedConfig
 
 from drafthead.data.states import bytes_of
+from drafthead.heads.contract import inner_layers
 from drafthead.train.assemble import head_layers
 from drafthead.train.config import RunConfig
 from drafthead.train.hardware import GB, Hardware
@@ -93,7 +94,7 @@ def forecast(
     best = asked if asked.fits(hardware) else smallest(config, target, at, case)
     store = None
     if data.positions is not None and config.head.reads_states:
-        layers = len(head_layers(config, int(text.num_hidden_layers)))
+        layers = len(inner_layers(head_layers(config, int(text.num_hidden_layers))))
         store = bytes_of(data.positions, layers, text.hidden_size)
     return Estimate(
         asked=asked,

@@ -30,7 +30,7 @@ from drafthead.data.states import (
     shard_paths,
     shard_size,
 )
-from drafthead.heads.contract import check_layers
+from drafthead.heads.contract import check_layers, inner_layers
 from drafthead.train.assemble import head_layers, read_texts, target_folder
 from drafthead.train.config import RunConfig
 from drafthead.train.engine import Engine
@@ -111,7 +111,7 @@ def _extract(
     engine: Engine,
 ) -> Extracted:
     outline = outline_of(target_folder(config.target, engine), config.target.revision)
-    wanted = sorted({*head_layers(config, outline.num_layers), *layers})
+    wanted = inner_layers(sorted({*head_layers(config, outline.num_layers), *layers}))
     kept = check_layers(wanted, outline.num_layers) if wanted else ()
     texts = read_texts(config.data, outline)
     refuse_others(out, texts, kept)

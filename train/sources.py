@@ -29,7 +29,7 @@ from drafthead.data.states import (
     overhead,
     shard_size,
 )
-from drafthead.heads.contract import Contract
+from drafthead.heads.contract import Contract, inner_layers
 from drafthead.inference.target import Target
 from drafthead.train.config import DataConfig, RunConfig, TargetConfig
 from drafthead.train.engine import Engine
@@ -145,7 +145,7 @@ def stored(
     different = unlike(outline.facts(config.data.template_kwargs), store.manifest.contract)
     if different:
         raise StoreError(f"data.states: {folder} does not fit: {'; '.join(different)}")
-    if absent := [layer for layer in layers if layer not in contract.layers]:
+    if absent := [n for n in inner_layers(layers) if n not in contract.layers]:
         raise StoreError(
             f"data.states: {folder} holds layers {list(contract.layers)}, the head also reads "
             f"{absent}; extract them, or set head.layers"
@@ -180,7 +180,7 @@ def filling(
     """A target that is run for the rows that a store lacks, and a store that takes them in."""
     folder, rows = config.data.states, texts.unique
     assert folder is not None, "the caller has looked"
-    kept = store_layers(folder, layers)
+    kept = store_layers(folder, inner_layers(layers))
     refuse_others(folder, texts, kept)
     needed = forecast(config.data, outline, [rows[digest] for digest in lacking], kept)
     whole = forecast(config.data, outline, list(rows.values()), kept)

@@ -22,6 +22,7 @@ from drafthead.data.chat import Row
 from drafthead.data.shards import Seal, States, digest_of
 from drafthead.data.states import ShardWriter, StateStore, free_number
 from drafthead.heads.base import TeacherBatch
+from drafthead.heads.contract import LAST
 from drafthead.train.teacher import OnlineFeatures, Planned, Taught, finite_rows, moved, usable
 
 ADVICE = "data.states: extract them again with target.dtype=float32"
@@ -205,6 +206,9 @@ def narrowed(batch: TeacherBatch, have: tuple[int, ...], want: tuple[int, ...]) 
     width = batch.last_hidden.shape[-1]
     parts = [batch.features[..., :0]]
     for layer in want:
+        if layer == LAST:
+            parts.append(batch.last_hidden)
+            continue
         start = have.index(layer) * width
         parts.append(batch.features[..., start : start + width])
     return replace(batch, features=torch.cat(parts, dim=-1))

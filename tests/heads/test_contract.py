@@ -155,7 +155,7 @@ def test_f15_defaults_or_a_refusal_that_names_the_option() -> None:
     assert default_layers(32) == (2, 16, 29)
 
 
-@pytest.mark.parametrize("layers", [(-1,), (0, 2), (7,), (2, 2), (4, 2), ()])
+@pytest.mark.parametrize("layers", [(-2,), (-1, -1), (3, -1), (0, 2), (7,), (2, 2), (4, 2), ()])
 def test_f14_bad_layer_ids_are_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"in 1\.\.6"):
         check_layers(layers, 6)
@@ -164,6 +164,7 @@ def test_f14_bad_layer_ids_are_refused(layers: tuple[int, ...]) -> None:
 def test_f15_explicit_layers_are_honoured() -> None:
     assert check_layers([1], 1) == (1,)
     assert check_layers([1, 6], 6) == (1, 6)
+    assert check_layers([-1, 6], 6) == (-1, 6)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "gpt2"])

@@ -1,25 +1,24 @@
-"""The geometry of an EAGLE-3 head, written in full beside its settings and contract.
+"""The geometry of a stored head, written in full beside its settings and contract.
 
 Nothing in a stored head is looked up in the target's config again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from transformers import PreTrainedConfig
 
+from drafthead.heads.base import HeadSettings
 from drafthead.heads.blocks import rope_base
 from drafthead.heads.contract import Contract
 
-if TYPE_CHECKING:
-    from drafthead.heads.eagle3 import Eagle3Settings
 
+class HeadConfig(PreTrainedConfig):
+    """Base of the configs of heads that borrow from their target; see the module.
 
-class Eagle3Config(PreTrainedConfig):
-    """See the module; the names are those of the published layout."""
-
-    model_type = "drafthead_eagle3"
+    The names are those of published layouts. Each head subclasses it with its own `model_type`.
+    """
 
     vocab_size: int = 0
     draft_vocab_size: int = 0
@@ -40,12 +39,22 @@ class Eagle3Config(PreTrainedConfig):
 
     @classmethod
     def of(
-        cls, settings: Eagle3Settings, contract: Contract, target: PreTrainedConfig, size: int
-    ) -> Eagle3Config:
-        """Take the target's geometry; ValueError where it has no number for a needed field."""
+        cls,
+        settings: HeadSettings,
+        contract: Contract,
+        target: PreTrainedConfig,
+        size: int,
+        layers: int = 1,
+        intermediate_size: int | None = None,
+        rope_theta: float | None = None,
+    ) -> Self:
+        """Take the target's geometry; ValueError where it has no number for a needed field.
+
+        size: of the draft vocabulary; layers: of the head; the other two: in place of the target's.
+        """
         text = target.get_text_config()
         heads = text.num_attention_heads
-        inner = settings.intermediate_size or _optional(text, "intermediate_size")
+        inner = intermediate_size or _optional(text, "intermediate_size")
         if not isinstance(inner, int):
             raise ValueError(
                 f"head.intermediate_size: target {contract.model_type} has no single value; set it"
@@ -55,6 +64,7 @@ class Eagle3Config(PreTrainedConfig):
             draft_vocab_size=size,
             hidden_size=contract.hidden_size,
             intermediate_size=inner,
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=_optional(text, "num_key_value_heads") or heads,
             head_dim=_optional(text, "head_dim") or contract.hidden_size // heads,
@@ -62,7 +72,7 @@ class Eagle3Config(PreTrainedConfig):
             max_position_embeddings=text.max_position_embeddings,
             rope_parameters={
                 "rope_type": "default",
-                "rope_theta": settings.rope_theta or rope_base(text),
+                "rope_theta": rope_theta or rope_base(text),
             },
             settings=settings.model_dump(mode="json"),
             contract=contract.model_dump(mode="json"),
