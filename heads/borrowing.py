@@ -48,6 +48,7 @@ class BorrowingSettings(HeadSettings):
 class BorrowingHead(DraftHead):
     """See the module docstring."""
 
+    config_class = HeadConfig
     config: HeadConfig
     base_model_prefix = ""
 

@@ -73,8 +73,8 @@ def _known() -> dict[str, tuple[type[DraftHead], type[PreTrainedConfig]]]:
     found = list(DraftHead.__subclasses__())
     for head in found:  # grows while it is walked
         found += head.__subclasses__()
-    own = [head for head in found if head.export is DraftHead.export]
-    return {h.config_class.model_type: (h, h.config_class) for h in own if h.config_class}
+    kinds = {h: h.config_class for h in found if h.export is DraftHead.export and h.config_class}
+    return {kind.model_type: (head, kind) for head, kind in kinds.items() if kind.model_type}
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

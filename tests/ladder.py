@@ -1,0 +1,55 @@
+"""Tiny settings of every kind of head by name: generic tests run over all of them.
+
+A new head adds its line here, and is then held to the same promises as the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from tiny import tiny_batch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from drafthead.heads.base import TeacherBatch
+from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
+from drafthead.heads.contract import describe
+from drafthead.heads.eagle3 import Eagle3Settings
+
+REDUCED = torch.arange(0, 512, 3)
+SIZE = len(REDUCED)
+
+LADDER: dict[str, BorrowingSettings] = {
+    "eagle3": Eagle3Settings(draft_vocab_size=SIZE),
+    "eagle3-whole": Eagle3Settings(draft_vocab_size=None, norm_output=True),
+}
+"""`draft_vocab_size` is SIZE or None."""
+
+
+def ladder_head(name: str, target: LlamaForCausalLM, *, fresh: bool = False) -> BorrowingHead:
+    """A bound head in evaluation mode, fp64 if the target is.
+
+    Its weights are random and large enough that every part shows, or those of a `fresh` start.
+    """
+    settings = LADDER[name]
+    ids = None if settings.draft_vocab_size is None else REDUCED
+    layers = settings.captured(target.config.num_hidden_layers)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        head = settings.build(describe(target, None, layers, {}), target.config, ids)
+        assert isinstance(head, BorrowingHead)
+        head.to(target.dtype)  # type: ignore[arg-type]
+        head.bind(target)
+        if not fresh:
+            with torch.no_grad():
+                for parameter in head.parameters():
+                    spread = 0.3 if parameter.dim() < 2 else 2.0 * parameter.shape[-1] ** -0.5
+                    parameter.add_(spread * torch.randn_like(parameter))
+    return head.eval()  # type: ignore[no-any-return]
+
+
+def ladder_batch(
+    head: BorrowingHead, target: LlamaForCausalLM, ids: Tensor, mask: Tensor | None = None
+) -> TeacherBatch:
+    """The teacher's states for this head; everything is supervised by default."""
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    return tiny_batch(target, ids, mask, head.contract.layers)
