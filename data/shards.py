@@ -188,8 +188,8 @@ class Shard:
     def read(self, file: Any, number: int, layers: Sequence[int]) -> States | None:
         """One sequence out of the open file, with these layers only, mapped and not yet read.
 
-        Layer -1 is the last hidden state. None where it was dropped, because its states were not
-        finite. ShardError where the ids and mask found there are not the ones that name it.
+        None where it was dropped, because its states were not finite. ShardError where the ids and
+        mask found there are not the ones that name it.
         """
         start, end = self.offsets[number], self.offsets[number + 1]
         if start == end:
@@ -205,7 +205,7 @@ class Shard:
         return States(
             ids=ids,
             mask=mask,
-            layers={n: part(f"layer.{n}" if n > 0 else "last_hidden") for n in layers},
+            layers={layer: part(f"layer.{layer}") for layer in layers},
             last_hidden=part("last_hidden"),
             top=part("top"),
             log_norm=part("log_norm"),

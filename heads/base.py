@@ -31,6 +31,10 @@ class HeadSettings(BaseModel):
 
     reads_states: ClassVar[bool] = True
     """Whether the head reads captured states of the target; otherwise tokens alone."""
+    adapts: ClassVar[bool] = False
+    """Whether the head changes its target (`DraftHead.adapt`), which training then needs live."""
+    follows: ClassVar[tuple[str, ...]] = ()
+    """Other types of head whose trained weights this one can start from."""
 
     type: str
     unroll_steps: int = 3
@@ -156,6 +160,8 @@ class DraftHead(PreTrainedModel):
     """Whether it can draft past its positions, perhaps worse."""
     packs: ClassVar[bool] = False
     """Whether its unroll takes rows that hold several sequences (`TeacherBatch.starts`)."""
+    calibrates: bool = False
+    """Whether `calibrate` has something to fit."""
     gradient_checkpointing: bool = False
     """Whether `unroll` makes its activations anew in the backward pass: less memory, more time.
 
@@ -171,6 +177,18 @@ class DraftHead(PreTrainedModel):
 
         Raises ContractError if the source is of another shape than the contract says.
         """
+
+    def adapt(self, target: PreTrainedModel, *, resting: bool = False) -> None:
+        """Put into a live target, once, what the head changes in it; nothing by default.
+
+        `resting`, for training: it acts inside `live` alone. Raises ContractError where it cannot.
+        """
+
+    def live(self, batch: TeacherBatch) -> tuple[TeacherBatch, Tensor]:
+        """In training: the batch as the target gives it with the head's change, to be unrolled with
+        a gradient; and a loss of that change, 0-dim, summed over positions. Here the batch, and 0.
+        """
+        return batch, batch.last_hidden.new_zeros((), dtype=torch.float32)
 
     @property
     @abstractmethod
@@ -193,6 +211,13 @@ class DraftHead(PreTrainedModel):
     def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
         """Set a bound, untrained head's weights in closed form; ValueError where it has no such."""
         raise ValueError(f"head.warm_start: {self.settings.type} has no closed-form start; use 0")
+
+    def calibrate(self, batches: Iterable[TeacherBatch]) -> None:
+        """Fit what `confidence` says to held-out rows, once training is over.
+
+        Called on one process, where `calibrates` says so, with weights that are whole.
+        """
+        return None
 
     @abstractmethod
     def unroll(self, batch: TeacherBatch, steps: int) -> Iterator[Prediction]:

@@ -23,8 +23,13 @@ CHUNK = 256
 """Queries whose scores exist at one time in `unroll_attention`."""
 
 
+def widened(x: Tensor) -> Tensor:
+    """In fp32, or in fp64 if it is that already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467); statistics in fp32, result in the input's dtype."""
+    """Root-mean-square norm (arXiv 1910.07467); statistics in fp32 or fp64, result as the input."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -32,9 +37,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return (x32 * self.weight).to(x.dtype)
+        wide = widened(x)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
 
 
 class Rotary:
@@ -237,11 +242,11 @@ def _attend_chunk(
     e = keys.shape[2]
     own_keys, own_values = later[: len(later) // 2], later[len(later) // 2 :]
     q = q * d**-0.5
-    scores = (q.reshape(B, Hkv, G * c, d) @ keys.transpose(2, 3)).float().view(B, Hkv, G, c, e)
+    scores = widened(q.reshape(B, Hkv, G * c, d) @ keys.transpose(2, 3)).view(B, Hkv, G, c, e)
     key = torch.arange(e, device=q.device)
     unseen = (key > slots[..., None]) | (key < starts[..., None])  # (B, c, e)
     scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
-    own = [(q * k[:, :, None]).sum(-1, keepdim=True).float() for k in own_keys]
+    own = [widened((q * k[:, :, None]).sum(-1, keepdim=True)) for k in own_keys]
     weights = torch.cat((scores, *own), dim=-1).softmax(-1).to(values.dtype)
     out = (weights[..., :e].reshape(B, Hkv, G * c, e) @ values).view(B, Hkv, G, c, d)
     for j, v in enumerate(own_values):

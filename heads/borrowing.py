@@ -74,6 +74,15 @@ class BorrowingHead(DraftHead):
         self.starts_at_bind = False
         """True for an untrained head: `bind` also sets its first weights (`start_weights`)."""
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: else transformers passes over `_init_weights` of modules with no weight of their own.
+
+        It takes them for initialised already. What was loaded stays: `initialization` asks each
+        parameter.
+        """
+        return False
+
     def untrained(self, draft_ids: Tensor | None) -> None:
         """Take the draft vocabulary, (Vd,) ascending target ids, and be started by `bind`."""
         if draft_ids is not None and self.reduced:

@@ -27,6 +27,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 LAST = -1
 """The layer id of what the target's output rows see, after its final norm."""
 
+ADAPTER = "drafthead"
+"""What PEFT calls the adapter that a head puts into a live target."""
+
 SAMPLES = 64
 """Elements of each parameter that enter the fingerprint."""
 
@@ -201,11 +204,12 @@ def fingerprint(model: PreTrainedModel, whole: Whole = as_held) -> str:
     """Hash a strided sample of every parameter, rounded to bf16: (hex sha256).
 
     The same for fp32 and bf16 loads of one bf16 file, under any folder name, and for a model that
-    is spread over ranks, of which `whole` puts one parameter together at a time.
+    is spread over ranks, of which `whole` puts one parameter together at a time. What a head has
+    put into the model (`DraftHead.adapt`) is left out.
     Raises ContractError where a parameter is not held in this process.
     """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model):
         with whole([parameter]):
             flat, shape = held(name, parameter).reshape(-1), tuple(parameter.shape)
             index = torch.arange(SAMPLES, device=flat.device) * flat.numel() // SAMPLES
@@ -213,6 +217,15 @@ def fingerprint(model: PreTrainedModel, whole: Whole = as_held) -> str:
         digest.update(f"{name}{shape}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def own_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """A target's parameters, by the names they have where no head has adapted it."""
+    named = list(model.named_parameters())
+    own = [(name, p) for name, p in named if f".{ADAPTER}." not in name]
+    if len(own) == len(named):
+        return own
+    return [(name.replace(".base_layer.", "."), parameter) for name, parameter in own]
 
 
 def held(name: str, parameter: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer over three fused target states, fed its own output.
+"""EAGLE-3 (arXiv 2503.01840): a decoder layer over three fused target states, fed its own output.
 
-Tensor names and maths are those that serving engines load. Slot t holds the target's states at
-position t and the embedding of token t + 1, has rotary position t, and predicts token t + 2. At
-unroll step i the same slot holds the head's own output of step i - 1 and token t + 1 + i, has
-position t + i, and predicts token t + 2 + i. A draft node of depth i is that very computation.
+Tensor names and maths are those that serving engines load. The layer may have ordinary ones above
+it, which read its stream alone; what is fed back is the output of the last. Slot t holds the
+target's states at position t and the embedding of token t + 1, has rotary position t, and predicts
+token t + 2. At unroll step i the same slot holds the head's own output of step i - 1 and token
+t + 1 + i, has position t + i, and predicts token t + 2 + i. A draft node of depth i is that very
+computation.
 
 Shapes: B batch, T positions, D width, V vocabulary, Vd draft vocabulary, L captured layers,
 M supervised positions of one depth, m draft nodes, d head width.
@@ -34,9 +36,15 @@ from drafthead.heads.blocks import (
 from drafthead.heads.borrowed import Borrowed
 from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
 from drafthead.heads.contract import Contract, default_layers
+from drafthead.heads.decoder_layer import DecoderLayer
 from drafthead.heads.geometry import HeadConfig
-from drafthead.heads.memory import LayerMemory
+from drafthead.heads.stack import StackMemory, attend_new
 from drafthead.heads.warm_start import MODESTY, Moments
+
+Layer = Eagle3Layer | DecoderLayer
+Turns = tuple[Tensor, Tensor]
+Held = list[tuple[list[Tensor], list[Tensor]]]
+"""Keys and values of each unroll step so far, for each layer."""
 
 
 @register("eagle3")
@@ -60,7 +68,9 @@ class Eagle3Settings(BorrowingSettings):
     rope_theta: float | None = Field(default=None, gt=0)
     """Rotary base of the draft layer; None = the target's, or 10,000 where it has none."""
     intermediate_size: int | None = Field(default=None, ge=1)
-    """Width inside the draft layer's MLP; None = the target's."""
+    """Width inside the draft layers' MLPs; None = the target's."""
+    num_layers: int = Field(default=1, ge=1)
+    """Draft layers: EAGLE-3's own, and ordinary ones above it."""
 
     def captured(self, num_layers: int) -> tuple[int, ...]:
         return self.layers or default_layers(num_layers)
@@ -71,10 +81,16 @@ class Eagle3Settings(BorrowingSettings):
         if self.layers is not None and self.layers != contract.layers:
             raise ValueError(f"head.layers: {self.layers} asked for, not {contract.layers}")
         size = self.vocabulary_size(contract, draft_ids)
-        inner, theta = self.intermediate_size, self.rope_theta
-        head = Eagle3Head(
-            Eagle3Config.of(self, contract, target, size, intermediate_size=inner, rope_theta=theta)
+        config = Eagle3Config.of(
+            self,
+            contract,
+            target,
+            size,
+            self.num_layers,
+            intermediate_size=self.intermediate_size,
+            rope_theta=self.rope_theta,
         )
+        head = Eagle3Head(config)
         head.untrained(draft_ids)
         return head
 
@@ -104,7 +120,8 @@ class Eagle3Head(BorrowingHead):
         inner, activation = config.intermediate_size, config.hidden_act
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         layer = Eagle3Layer(width, inner, heads, kv_heads, config.head_dim, eps, activation)
-        self.layers = nn.ModuleList([layer])
+        above = [DecoderLayer(config) for _ in range(config.num_hidden_layers - 1)]
+        self.layers = nn.ModuleList([layer, *above])
         self.norm = RMSNorm(width, eps)
         if self.settings.own_rows:
             self.lm_head = nn.Linear(width, size, bias=False)
@@ -113,8 +130,8 @@ class Eagle3Head(BorrowingHead):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]
-        # Two branches write to the residual stream; together they start at the size of one.
-        std = self.config.initializer_range * 2**-0.5
+        # Two branches of each layer write to the stream; together they start at the size of one.
+        std = self.config.initializer_range * (2 * self.config.num_hidden_layers) ** -0.5
         if isinstance(module, Attention):
             initialization.normal_(module.o_proj.weight, std=std)
         elif isinstance(module, GatedMLP):
@@ -131,9 +148,16 @@ class Eagle3Head(BorrowingHead):
 
     # The parts that training and decoding share
 
-    @property
-    def layer(self) -> Eagle3Layer:
-        return cast(Eagle3Layer, self.layers[0])
+    def _stack(self) -> list[Layer]:
+        """The layers, the lowest first."""
+        return [cast(Layer, layer) for layer in self.layers]
+
+    @staticmethod
+    def _inputs(layer: Layer, embedded: Tensor, stream: Tensor) -> Tensor:
+        """What a layer's attention reads: the tokens' embeddings enter the first one alone."""
+        if isinstance(layer, Eagle3Layer):
+            return layer.inputs(embedded, stream)
+        return layer.inputs(stream)
 
     def _fuse(self, features: Tensor) -> Tensor:
         """(B, n, L * D) captured states → (B, n, D)."""
@@ -158,27 +182,30 @@ class Eagle3Head(BorrowingHead):
     # Training
 
     def unroll(self, batch: TeacherBatch, steps: int) -> Iterator[Prediction]:
-        """See the base class. Only slots with a label at some depth go beyond the first keys."""
-        embedding, layer = self.bound()[0], self.layer
+        """See the base class. Only slots with a label at some depth go beyond the last layer's
+        first keys.
+        """
+        embedding, top = self.bound()[0], self._stack()[-1]
         T = batch.ids.shape[1]
         labelled = [batch.supervised(2 + i) for i in range(steps)]  # slot t predicts t + 2 + i
         slots = active_slots(torch.stack(labelled).any(0))  # (B, m)
         n = int(slots.max()) + 1 if slots.numel() else 0
         starts = torch.zeros_like(batch.ids) if batch.starts is None else batch.starts
-        turns = self.turns(torch.arange(n, device=slots.device) - starts[:, :n], T + steps)
-        hidden = self._fuse(batch.features[:, :n])
-        x = layer.inputs(F.embedding(batch.ids[:, 1 : 1 + n], embedding), hidden)
-        keys, values = ([kv] for kv in layer.keys_values(x, *turns))
-        hidden, x, starts = take_slots(hidden, slots), take_slots(x, slots), starts.gather(1, slots)
+        every = torch.arange(n, device=slots.device).expand(len(slots), n)
+        turns = self.turns(every - starts[:, :n], T + steps)
+        held: Held = [([], []) for _ in self.layers]
+        tokens = F.embedding(batch.ids[:, 1 : 1 + n], embedding)
+        x, stream = self._climb(
+            tokens, self._fuse(batch.features[:, :n]), turns, every, starts[:, :n], held
+        )
+        x, stream, starts = take_slots(x, slots), take_slots(stream, slots), starts.gather(1, slots)
         for i in range(steps):
             turns = self.turns(slots - starts + i, T + steps)
             if i > 0:
                 tokens = batch.ids.gather(1, (slots + 1 + i).clamp(max=T - 1))
-                x = layer.inputs(F.embedding(tokens, embedding), hidden)
-                key, value = layer.keys_values(x, *turns)
-                keys.append(key)
-                values.append(value)
-            outputs = self._recomputed(x, hidden, *turns, slots, starts, *keys, *values)
+                tokens = F.embedding(tokens, embedding)
+                x, stream = self._climb(tokens, stream, turns, slots, starts, held)
+            outputs = self._recomputed(top, x, stream, turns, slots, starts, held[-1])
             rows, at = labelled[i].gather(1, slots).nonzero(as_tuple=True)
             normed = self.norm(outputs[rows, at])
             teacher = rows * T + slots[rows, at] + 1 + i
@@ -186,37 +213,57 @@ class Eagle3Head(BorrowingHead):
             yield Prediction(
                 normed, self._logits, teacher, self.settings.own_rows, auxiliary=auxiliary
             )
-            hidden = self._fed_back(outputs)
+            stream = self._fed_back(outputs)
 
-    def _recomputed(self, *operands: Tensor) -> Tensor:
-        """The layer's outputs; with `gradient_checkpointing` what is inside is not kept."""
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self._outputs, *operands, use_reentrant=False)
-            return out
-        return self._outputs(*operands)
-
-    def _outputs(
+    def _climb(
         self,
-        x: Tensor,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        embedded: Tensor,
+        stream: Tensor,
+        turns: Turns,
         slots: Tensor,
         starts: Tensor,
-        *held: Tensor,
+        held: Held,
+    ) -> tuple[Tensor, Tensor]:
+        """One unroll step up to the last layer's attention; each layer's keys and values are held.
+
+        Returns what the last layer's queries are read from, and the stream that it adds to.
+        """
+        for layer, kept in zip(self._stack(), held, strict=True):
+            x = self._inputs(layer, embedded, stream)
+            for parts, new in zip(kept, layer.keys_values(x, *turns), strict=True):
+                parts.append(new)
+            if kept is not held[-1]:
+                stream = self._recomputed(layer, x, stream, turns, slots, starts, kept)
+        return x, stream
+
+    def _recomputed(
+        self,
+        layer: Layer,
+        x: Tensor,
+        stream: Tensor,
+        turns: Turns,
+        slots: Tensor,
+        starts: Tensor,
+        kept: tuple[list[Tensor], list[Tensor]],
     ) -> Tensor:
-        """The layer at one unroll step; held: all steps' keys, then all steps' values."""
-        keys, values = held[: len(held) // 2], held[len(held) // 2 :]
-        queries = self.layer.queries(x, cos, sin)
-        return self.layer.finish(unroll_attention(queries, keys, values, slots, starts), hidden)
+        """A layer's outputs; with `gradient_checkpointing` what is inside is not kept."""
+        operands = x, stream, *turns, slots, starts, *kept[0], *kept[1]
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            out: Tensor = checkpoint(_outputs, layer, *operands, use_reentrant=False)
+            return out
+        return _outputs(layer, *operands)
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
         """Fit `fc` and the attention's value path in closed form (see `warm_start`)."""
         config, parts = self.config, len(self.contract.layers) if self.settings.norm_features else 0
         moments = Moments.of(batches, self.bound()[0], parts, config.rms_norm_eps)
-        attention = self.layer.self_attn
+        first, *above = self._stack()
+        attention = first.self_attn
         moments.write(self.fc, attention, config.num_attention_heads, config.num_key_value_heads)
+        for layer in above:
+            assert isinstance(layer, DecoderLayer)
+            layer.silence()  # the fit is of the stream that they pass on
         self.norm.weight.fill_(MODESTY * moments.rms / moments.n)
 
     def _auxiliary(self, batch: TeacherBatch, normed: Tensor, teacher: Tensor) -> dict[str, Tensor]:
@@ -230,46 +277,67 @@ class Eagle3Head(BorrowingHead):
     # Decoding
 
     @torch.no_grad()
-    def open(self, batch: int, capacity: int) -> LayerMemory:
+    def open(self, batch: int, capacity: int) -> StackMemory:
         config, device = self.config, self.bound()[0].device
         heads, head_dim, width = config.num_key_value_heads, config.head_dim, config.hidden_size
-        dtype = self.compute_dtype()
-        return LayerMemory(batch, capacity, heads, head_dim, width, device, dtype)
+        shape = batch, capacity, heads, head_dim, width
+        return StackMemory(config.num_hidden_layers, *shape, device, self.compute_dtype())
 
     @torch.no_grad()
     def extend(
         self, state: HeadState, features: Tensor, next_ids: Tensor, counts: Tensor
     ) -> Tensor:
-        assert isinstance(state, LayerMemory)
-        embedding, _ = self.bound()
-        layer, row = self.layer, state.row
+        assert isinstance(state, StackMemory)
+        row, committed, memories = state.row, counts.tolist(), state.layers
         positions = state.next_positions(next_ids.shape[1])
-        hidden = self._fuse(features)
-        x = layer.inputs(F.embedding(next_ids, embedding), hidden)
-        state.commit(*layer.keys_values(x, *self.turns(positions, state.capacity)), counts.tolist())
+        turns = self.turns(positions, state.capacity)
+        embedded, stream = F.embedding(next_ids, self.bound()[0]), self._fuse(features)
+        for layer, memory in zip(self._stack(), memories, strict=True):
+            x = self._inputs(layer, embedded, stream)
+            memory.commit(*layer.keys_values(x, *turns), committed)
+            if memory is not memories[-1]:
+                attended = attend_new(memory, layer.queries(x, *turns), positions)
+                stream = layer.finish(attended, stream)
 
-        # Earlier slots gave their keys and values; only the last one is asked for an output.
+        # In the last layer earlier slots gave their keys and values; only the last one is asked
+        # for an output.
         counts = counts.to(row.device)[:, None]
         last = (counts - 1).clamp(min=0)
         query = layer.queries(x[row, last], *self.turns(positions[row, last], state.capacity))
-        outputs = layer.finish(state.attend_committed(query), hidden[row, last])
+        outputs = layer.finish(memory.attend_committed(query), stream[row, last])
         outputs = torch.where(counts[:, None] > 0, outputs, state.outputs[:, :1])
         state.start_round(outputs)
         return self._logits(self.norm(outputs[:, 0]))
 
     @torch.no_grad()
     def expand(self, state: HeadState, ids: Tensor, parents: Tensor) -> Tensor:
-        assert isinstance(state, LayerMemory)
-        embedding, _ = self.bound()
-        layer, parents = self.layer, parents.to(ids.device)
+        assert isinstance(state, StackMemory)
+        parents = parents.to(ids.device)
         above, positions = state.below(parents)
-        hidden = self._fed_back(above)
         turns = self.turns(positions, state.capacity)
-        x = layer.inputs(F.embedding(ids, embedding), hidden)
-        attended = state.add(layer.queries(x, *turns), *layer.keys_values(x, *turns), parents)
-        outputs = layer.finish(attended, hidden)
-        state.finish(outputs)
-        return self._logits(self.norm(outputs))
+        embedded, stream = F.embedding(ids, self.bound()[0]), self._fed_back(above)
+        for layer, memory in zip(self._stack(), state.layers, strict=True):
+            x = self._inputs(layer, embedded, stream)
+            queries, (keys, values) = layer.queries(x, *turns), layer.keys_values(x, *turns)
+            stream = layer.finish(memory.add(queries, keys, values, parents), stream)
+        state.finish(stream)
+        return self._logits(self.norm(stream))
+
+
+def _outputs(
+    layer: Layer,
+    x: Tensor,
+    stream: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    *held: Tensor,
+) -> Tensor:
+    """A layer at one unroll step; held: all steps' keys, then all steps' values."""
+    keys, values = held[: len(held) // 2], held[len(held) // 2 :]
+    queries = layer.queries(x, cos, sin)
+    return layer.finish(unroll_attention(queries, keys, values, slots, starts), stream)
 
 
 AutoConfig.register(Eagle3Config.model_type, Eagle3Config)
