@@ -26,6 +26,7 @@ from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
 from drafthead.train.outline import Outline, outline_of
 from drafthead.train.sources import Teacher, Texts, teacher
+from drafthead.train.start import begin_from
 from drafthead.train.teacher import Features
 from drafthead.train.timing import Stopwatch
 
@@ -79,16 +80,21 @@ def assemble(
     `known` is told the content of the data before the target is loaded, and may refuse it. Raises
     ValueError or OSError.
     """
+    check_live(config, engine)
     outline = outline_of(target_folder(config.target, engine), config.target.revision)
     layers = head_layers(config, outline.num_layers)
     texts = read_texts(config.data, outline)
     known(texts.content)
     taught = teacher(config, engine, outline, texts, layers)
     head = build_head(config, outline, taught.contract, texts.train)
+    if config.training.start is not None:
+        begin_from(config.training.start, head)
     device = engine.device
     head.to(device)  # type: ignore[arg-type]
     with torch.autocast(device.type, torch.bfloat16, enabled=engine.bf16):
         head.bind(taught.source)  # borrowed rows are held in the dtype that the run computes in
+    if taught.target is not None:
+        head.adapt(taught.target.model, resting=True)  # sources go on giving what it was before
     head.train()
     training = config.training
 
@@ -105,13 +111,36 @@ def assemble(
     return Assembly(
         teacher=taught,
         head=head,
-        objective=Objective(head, vocab_size, training.depth_decay, engine.bf16, watch),
+        objective=Objective(head, vocab_size, training.depth_decay, engine.bf16, watch, training),
         train=train,
         train_batches=train_batches,
         heldout=heldout,
         heldout_batches=heldout_batches,
         content=texts.content,
     )
+
+
+def check_live(config: RunConfig, engine: Engine) -> None:
+    """Refuse what a head that changes its target cannot be trained with: it runs the target."""
+    if not config.head.adapts:
+        return
+    training, kind = config.training, f"a head of type {config.head.type!r}"
+    mode = training.features
+    if mode in ("store", "fill") or (mode == "auto" and config.data.states is not None):
+        raise ValueError(
+            f"training.features: {kind} changes its target, which must be there and run; use "
+            "training.features=online or memory"
+        )
+    if training.partition_target:
+        raise ValueError(
+            f"training.partition_target: {kind} changes its target, which must be whole on every "
+            "rank; leave it out"
+        )
+    if engine.stage == 3:
+        raise ValueError(
+            f"head.type: {kind} shares weights with its target, which ZeRO stage 3 cannot take "
+            "apart; use stage 1 or 2, such as configs/accelerate/cpu-zero2.yaml"
+        )
 
 
 def read_texts(data: DataConfig, outline: Outline) -> Texts:

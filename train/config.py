@@ -29,6 +29,7 @@ from yaml import YAMLError
 import drafthead.inference.sibling  # noqa: F401  (registers itself as a head)
 from drafthead.data.embedded import EMBEDDED, preset_path
 from drafthead.heads.base import HeadSettings, settings_class
+from drafthead.train.losses import Kind
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -105,7 +106,31 @@ class ScheduleConfig(Settings):
     """The learning rate at the end, as a share of the peak."""
 
 
-class TrainingConfig(Settings):
+class LossSettings(Settings):
+    """What a prediction costs, what it weighs, and how deep held-out chains are."""
+
+    loss: Kind = "soft_ce"
+    """See `train.losses.Kind`; `ce` and `ce_l1` learn the text's token, the others the target's
+    distribution."""
+    lk_eta: float = Field(default=3.0, ge=0)
+    """How soon `lk` turns from divergence to overlap."""
+    position_weights: Literal["decay", "exp", "dpace"] = "decay"
+    """By depth: depth_decay ** depth, exp(-depth / depth_scale), or by what the head's own chances
+    say about each chain (D-PACE, arXiv 2605.18810)."""
+    depth_scale: float = Field(default=4.0, gt=0)
+    """Of `exp`: depths after which a position weighs 1/e."""
+    alive_prefix: bool = False
+    """Count a depth only where the head's choice was the text's token at all before it."""
+    loss_mean: Literal["supervised", "positions"] = "supervised"
+    """What a step's loss is divided by: supervised tokens that can be drafted, or all positions up
+    to the last supervised one of each row."""
+    confidence_loss: float = Field(default=1.0, ge=0)
+    """Weight of what a head's own forecast of acceptance costs, where the head makes one."""
+    heldout_depth: int | None = Field(default=None, ge=1)
+    """Drafts of a held-out simulated chain, at most what the head can make; None = as trained."""
+
+
+class TrainingConfig(LossSettings):
     """How long, in what portions and precision."""
 
     epochs: int | None = Field(default=None, ge=1)
@@ -117,6 +142,7 @@ class TrainingConfig(Settings):
     accumulate: int = Field(default=1, ge=1)
     """Micro-batches of one optimiser step in each process."""
     depth_decay: float = Field(default=0.8, gt=0, le=1)
+    """Of `position_weights=decay`: weight of each depth over that of the one before."""
     eval_every: int | None = Field(default=None, ge=1)
     """Optimiser steps between held-out evaluations; without it only at the end."""
     save_every: int = Field(default=200, ge=1)
@@ -136,6 +162,8 @@ class TrainingConfig(Settings):
     checkpoint_activations: bool = False
     """Compute what lies inside the head's layers again in the backward pass instead of keeping it:
     less memory, about a third more time."""
+    start: Path | None = None
+    """Folder of a trained head to begin from, in place of the first weights of a new one."""
     max_skips: int = Field(default=5, ge=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
 
@@ -201,8 +229,20 @@ class RunConfig(Settings):
             and training.features in ("auto", "store"),
             "data.max_bytes": data.max_bytes and training.features != "fill",
             "data.states_dtype": data.states_dtype != "bfloat16" and training.features != "fill",
+            "training.lk_eta": training.loss != "lk" and self._given("lk_eta"),
+            "training.depth_decay": training.position_weights != "decay"
+            and self._given("depth_decay"),
+            "training.depth_scale": training.position_weights != "exp"
+            and self._given("depth_scale"),
+            "training.alive_prefix": training.alive_prefix and self.head.unroll_steps == 1,
+            "training.heldout_depth": training.heldout_depth and not data.heldout,
         }
         return [name for name, without in idle.items() if without]
+
+    def _given(self, name: str) -> bool:
+        """Whether a setting of `training` is not the default one."""
+        value: object = getattr(self.training, name)
+        return bool(value != type(self.training).model_fields[name].default)
 
     def identity(self) -> dict[str, str]:
         """Hashes of the parts that must not change under a checkpoint, by their names."""
@@ -215,6 +255,8 @@ class RunConfig(Settings):
         parts = {part: dump[part] for part in ("target", "data", "head")}
         # Both decide which rows a micro-batch holds, and so what a place in the data means.
         parts |= {f"training.{key}": training[key] for key in ("tokens_per_batch", "seed")}
+        # The best so far is the best at this depth.
+        parts["training.heldout_depth"] = training["heldout_depth"]
         return {
             name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
             for name, part in parts.items()

@@ -87,6 +87,8 @@ class DryRun(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default:
             # `module.to(dtype)` swaps parameters, which its memory of them would forbid.
             self._fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        if any(_shape_alone(tensor) for tensor in tree_leaves(out)):
+            return out
         self._count(func, args, kwargs, out)
         self._follow(func, args, kwargs, out)
         return out
@@ -179,6 +181,11 @@ class DryRun(TorchDispatchMode):
 @cache
 def _writes(func: Any) -> bool:
     return any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _shape_alone(made: Any) -> bool:
+    """Whether this would take no memory and do nothing in a real run, either."""
+    return isinstance(made, FakeTensor) and made.fake_device.type == "meta"
 
 
 def _countable(tensor: Tensor) -> bool:

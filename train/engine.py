@@ -108,6 +108,11 @@ class Engine:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def stage(self) -> int:
+        """Of ZeRO; 0 without DeepSpeed."""
+        return int(self._stage)
+
     def load_target(self, name: str | Path, dtype: str, revision: str | None = None) -> Target:
         """Load the frozen target, in eval mode and without gradients: whole on this rank, or with
         `training.partition_target` in parts over all ranks.

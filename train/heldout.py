@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.heads.base import DraftHead, TeacherBatch
-from drafthead.train.losses import overlap
+from drafthead.heads.base import DraftHead, TeacherBatch, as_it_is
+from drafthead.train.losses import distribution, row_losses
 from drafthead.train.objective import Objective
 
 
@@ -77,19 +77,26 @@ def drafts_of(head: DraftHead, batch: TeacherBatch, steps: int) -> tuple[Drafts,
     tables = torch.zeros(3, B * T, steps, dtype=torch.bool, device=device)
     following = batch.ids.roll(-1, dims=1).flatten()
     top = batch.top.flatten()
+    needed = batch.supervised(1).flatten()
+    row_of, states = needed.cumsum(0) - 1, batch.last_hidden.flatten(0, 1)[needed]
+    teacher = distribution(head.teacher_logits, states, len(head.draft_ids))
     sums = torch.zeros(steps, 3, dtype=torch.float64)
     for depth, prediction in enumerate(head.unroll(batch, steps)):
         at = prediction.teacher
-        logits = prediction.logits
-        draft = head.draft_ids[logits.max(dim=-1).indices]
+        hidden, readout = prediction.hidden, prediction.readout
+        if prediction.trained_readout:  # once on every rank, however many rows there are
+            hidden, readout = readout(hidden), as_it_is
+        unlabelled = torch.full_like(at, -1)
+        made = row_losses(hidden, readout, teacher, row_of[at], unlabelled, overlap=True)
+        assert made.overlap is not None
+        draft = head.draft_ids[made.best]
         match = draft == top[at]
         for table, values in zip(
             tables, (torch.ones_like(match), match, draft == following[at]), strict=True
         ):
             table[at - depth, depth] = values
-        teacher = head.teacher_logits(batch.last_hidden.flatten(0, 1)[at])
-        total = overlap(logits, teacher).sum()
-        sums[depth] = torch.stack([match.sum(), total, torch.tensor(len(at), device=device)]).cpu()
+        positions = torch.tensor(len(at), device=device)
+        sums[depth] = torch.stack([match.sum(), made.overlap.sum(), positions]).cpu()
     known, match, follow = tables.view(3, B, T, steps)
     return Drafts(known, match, follow), sums
 
@@ -122,9 +129,14 @@ def walk(drafts: Drafts) -> Tensor:
 
 
 def simulate(objective: Objective, batch: TeacherBatch) -> Tensor:
-    """(K, 5) fp64 sums of one batch: add them over batches and ranks for `summarise`."""
+    """(K, 5) fp64 sums of one batch: add them over batches and ranks for `summarise`.
+
+    K is `objective.heldout_steps`; the head should be in evaluation mode, where it leaves no
+    position out.
+    """
     with objective.computing(batch) as cast:
-        drafts, sums = drafts_of(objective.head, cast, objective.steps)
+        cast, _ = objective.head.live(cast)
+        drafts, sums = drafts_of(objective.head, cast, objective.heldout_steps)
     return torch.cat([walk(drafts), sums], dim=1)
 
 

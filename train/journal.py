@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -22,6 +22,38 @@ from drafthead.train.timing import Stopwatch
 
 STEP_PARTS = ("target", "forward", "loss", "backward", "optimiser")
 """Parts of the stopwatch that are training; evaluating and saving are the others."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What the predictions of one optimiser step came to, over all micro-batches and ranks."""
+
+    loss: float
+    change: float
+    """Summed loss of what the head changes in its target; 0 for one that changes nothing."""
+    sums: Tensor
+    """(K, 4), see Outcome."""
+    extras: dict[str, Tensor]
+    """(K,) by name, see Outcome."""
+
+    @classmethod
+    def of(cls, flat: Tensor, depths: int, extras: Sequence[str]) -> StepFigures:
+        """From added `Outcome.flat`s of this many depths, with extra losses of these names."""
+        sums, *more = flat[2:].split([4 * depths, *(depths for _ in extras)])
+        named = dict(zip(extras, more, strict=True))
+        return cls(flat[0].item(), flat[1].item(), sums.view(depths, 4), named)
+
+    def named(self) -> dict[str, float]:
+        """Means over positions by name, as logs have them."""
+        values = {"loss": self.loss}
+        for depth, (cost, agreed, kept, seen) in enumerate(self.sums.tolist(), start=1):
+            values[f"loss_{depth}"] = cost / max(kept, 1.0)
+            values[f"simulated_match_{depth}"] = agreed / max(seen, 1.0)
+            for name, sums in self.extras.items():
+                values[f"{name}_{depth}"] = sums[depth - 1].item() / max(seen, 1.0)
+        if self.change:
+            values["target_change"] = self.change / max(self.sums[0, 3].item(), 1.0)
+        return values
 
 
 @dataclass
@@ -58,22 +90,18 @@ class Journal:
         spent = self.step_seconds
         return self.watch.seconds.get("target", 0.0) / spent if spent else 0.0
 
-    def step(self, state: LoopState, figures: Tensor, rate: float, norm: float) -> None:
-        """One optimiser step; figures: (1 + 4 K,) loss, and the sums by depth (see Outcome)."""
-        loss, *sums = figures.tolist()
+    def step(self, state: LoopState, figures: StepFigures, rate: float, norm: float) -> None:
+        """One optimiser step."""
         values = {
-            "loss": loss,
+            "loss": figures.loss,
             "lr": rate,
             "grad_norm": norm,
             "positions": state.positions,
             "positions_per_s": self.speed(),
             "data_wait": self.data_wait(),
         }
-        for depth in range(1, len(sums) // 4 + 1):
-            cross, agreed, kept, seen = sums[4 * depth - 4 : 4 * depth]
-            values[f"loss_{depth}"] = cross / max(kept, 1.0)
-            values[f"simulated_match_{depth}"] = agreed / max(seen, 1.0)
-        self.loss = loss
+        values |= figures.named()
+        self.loss = figures.loss
         self._write("step", "train/", state, values)
 
     def evaluation(self, state: LoopState, simulated: Simulated) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafthead.data.files import write_atomically
 from drafthead.train.assemble import Assembly
+from drafthead.train.calibrate import calibrate, rows_to_calibrate
 from drafthead.train.checkpoint import (
     Checkpoint,
     LoopState,
@@ -97,6 +98,7 @@ class Keeper:
         what was gone on from: the state is told.
         """
         self.save(state)
+        heldout = rows_to_calibrate(self.parts, self.engine)
         head, survival = self.parts.head, ()
         self.engine.unwrap(self.parts.objective)
         if self.engine.is_main:
@@ -106,6 +108,7 @@ class Keeper:
                 load_weights(head, best.weights)
                 figures = json.loads(self.folder.evaluation.read_text())
                 survival = tuple(figures["simulated_survival"])
+            calibrate(self.parts, heldout)
             save_head(head.train(False), self.folder.head)
         self.engine.wait()
         return survival

@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import torch
-from torch import Tensor
 
 from drafthead.data.batches import epoch_order
 from drafthead.data.files import write_atomically
@@ -31,7 +30,7 @@ from drafthead.train.config import RunConfig
 from drafthead.train.engine import Engine
 from drafthead.train.heldout import simulate, summarise
 from drafthead.train.interrupt import Interrupted, Preempted, StopRequest, stop_requests
-from drafthead.train.journal import Journal
+from drafthead.train.journal import Journal, StepFigures
 from drafthead.train.keeper import CONTENT, Keeper
 from drafthead.train.record import RunFolder
 from drafthead.train.result import Progress, TrainResult
@@ -234,12 +233,13 @@ class Trainer:
             config.optimiser.lr, config.schedule, self.limits, state.step, state.seconds
         )
 
-    def forward_backward(self, batches: Sequence[TeacherBatch]) -> Tensor:
-        """Make the step's gradients; (1 + 4 K,) fp64 over all ranks: loss, sums by depth."""
+    def forward_backward(self, batches: Sequence[TeacherBatch]) -> StepFigures:
+        """Make the step's gradients; what they came from, over all ranks."""
         objective, engine = self.parts.objective, self.engine
-        mine = torch.stack([objective.countable(batch).sum() for batch in batches]).sum()
+        mine = torch.stack([objective.counted(batch) for batch in batches]).sum()
         count = max(1.0, float(engine.sum(mine)))
-        figures = torch.zeros(1 + 4 * objective.steps, dtype=torch.float64)
+        flat = torch.zeros((), dtype=torch.float64)
+        extras: tuple[str, ...] = ()
         for index, batch in enumerate(batches):
             place = index * engine.world + engine.rank
             torch.manual_seed(_micro_seed(self.config.training.seed, self.state.step, place))
@@ -248,9 +248,9 @@ class Trainer:
                     outcome = self.model(batch, count)
                 with self.watch.part("backward"):
                     engine.backward(outcome.loss)
-            figures += torch.cat([outcome.loss.detach()[None], outcome.sums.flatten()]).cpu()
+            flat, extras = flat + outcome.flat(), tuple(outcome.extras)
             self.tick("train")
-        return engine.sum(figures)
+        return StepFigures.of(engine.sum(flat), objective.steps, extras)
 
     def update(self, rate: float) -> float:
         with self.watch.part("optimiser"):
@@ -291,7 +291,7 @@ class Trainer:
         """Simulated figures of the held-out rows; the best head so far is kept as weights."""
         parts, engine, state = self.parts, self.engine, self.state
         assert parts.heldout is not None, "due() answers False without held-out rows"
-        sums = torch.zeros(parts.objective.steps, 5, dtype=torch.float64)
+        sums = torch.zeros(parts.objective.heldout_steps, 5, dtype=torch.float64)
         parts.head.train(False)
         with self.watch.part("evaluate"):
             # As many batches on every rank: a sharded head runs on all of them at once.

@@ -22,7 +22,7 @@ from drafthead.data.chat import Row
 from drafthead.data.shards import Seal, States, digest_of
 from drafthead.data.states import ShardWriter, StateStore, free_number
 from drafthead.heads.base import TeacherBatch
-from drafthead.heads.contract import LAST
+from drafthead.heads.contract import LAST, inner_layers
 from drafthead.train.teacher import OnlineFeatures, Planned, Taught, finite_rows, moved, usable
 
 ADVICE = "data.states: extract them again with target.dtype=float32"
@@ -85,12 +85,13 @@ class StoredFeatures(Planned):
         top = torch.zeros(B, T, dtype=torch.int64)
         finite = []
         for place, row in enumerate(self.batches[index]):
-            states = self.store.read(self.digests[row], self.layers)
+            states = self.store.read(self.digests[row], inner_layers(self.layers))
             finite.append(states is not None)
             if states is not None:
                 n = len(states.ids)
                 for number, layer in enumerate(self.layers):
-                    features[place, :n, number * D : (number + 1) * D] = states.layers[layer]
+                    captured = states.last_hidden if layer == LAST else states.layers[layer]
+                    features[place, :n, number * D : (number + 1) * D] = captured
                 last_hidden[place, :n] = states.last_hidden
                 top[place, :n] = states.top
         return TeacherBatch(ids, mask, features, last_hidden, top), real, finite

@@ -1,0 +1,48 @@
+"""Begin a run with the weights of a head that was trained before."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.borrowing import BorrowingHead
+from drafthead.heads.load import load_head
+from drafthead.train.checkpoint import head_weights
+
+logger = logging.getLogger(__name__)
+
+
+def begin_from(folder: Path, head: DraftHead) -> None:
+    """Put a trained head's tensors, its draft vocabulary included, in place of the first ones.
+
+    For a head not bound yet. One of another type is taken where the settings say so (`follows`);
+    what it does not have keeps its first weights. Raises ValueError for any that does not fit.
+    """
+    found = load_head(folder, torch.float32)
+    kind, mine = found.settings.type, head.settings
+    if kind not in (mine.type, *mine.follows):
+        raise ValueError(
+            f"training.start: {folder} is a head of type {kind!r}; one of type {mine.type!r} "
+            f"begins from {' or '.join(map(repr, (mine.type, *mine.follows)))}"
+        )
+    if mine.warm_start:
+        raise ValueError("head.warm_start: would undo training.start; use 0")
+    found.contract.check(head.contract)
+    given, own = head_weights(found), head.state_dict()
+    unlike = [name for name in given if name not in own or given[name].shape != own[name].shape]
+    if kind == mine.type:
+        unlike += own.keys() - given.keys()
+    if unlike:
+        raise ValueError(
+            f"training.start: {folder} and this head differ in {min(unlike)!r}; use the head "
+            "settings that it was trained with"
+        )
+    with torch.no_grad():
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+    if isinstance(head, BorrowingHead):
+        head.starts_at_bind = False
+    logger.info("begun from %s: %d tensors, %d stay new", folder, len(given), len(own) - len(given))
