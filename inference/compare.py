@@ -126,7 +126,11 @@ def _simulated(
 ) -> dict[str, Any]:
     """What the head's first chain should come to on these greedy answers."""
     named = zip(_names("head", shapes), shapes, strict=True)
-    chains = [(name, shape) for name, shape in named if shape.is_chain and shape.nodes]
+    chains = [
+        (name, shape)
+        for name, shape in named
+        if shape.is_chain and shape.nodes and getattr(shape, "stop", None) is None
+    ]
     if not chains or "head" not in heads or asked.settings.temperature > 0:
         return {}
     name, shape = chains[0]
@@ -193,10 +197,13 @@ def opened(folder: Path, dtype: str) -> DraftHead:
 
 
 def fitted(head: DraftHead, target: Target) -> DraftHead:
-    """Bind a head; one made for another target, tokenizer or template is refused."""
+    """Bind a head, and let it change the target where it does; one made for another target,
+    tokenizer or template is refused.
+    """
     contract = head.contract
     contract.check(target.contract(contract.layers, contract.template_kwargs))
     head.bind(target.model)
+    head.adapt(target.model)
     return head
 
 

@@ -1,5 +1,8 @@
 """Drafts grown from a head's draft steps: chains, static trees, and best-first trees.
 
+A head that gives `confidence` says how likely its drafts are accepted: best-first trees grow by it,
+and `stop:` chains end by it (see `stopping`).
+
 Ratio rules verify draws. Siblings of a static tree are drawn without replacement, by Gumbel top-k
 on noise of the draft's own, and carry the law they were drawn from; which nodes there are depends
 on nothing drawn. A best-first tree (arXiv 2406.16858) keeps the tokens that came out likely, so it
@@ -21,6 +24,7 @@ from torch import Tensor
 from drafthead.heads.base import DraftHead, HeadState
 from drafthead.inference.costs import Costs, Payoff, measure, worth_growing, worth_verifying
 from drafthead.inference.sampling import Sampler
+from drafthead.inference.stopping import Stop
 from drafthead.inference.target import Target
 from drafthead.inference.tree import Shape, Static, Tree, TreeShape
 from drafthead.inference.verify import RULES
@@ -101,7 +105,9 @@ class HeadDrafter:
         if isinstance(self.shape, Static):
             return self._fixed(self.shape, logits, positions, limits, sampler)
         if self.shape.is_chain:
-            return self._fixed(Static.chain(max(limits)), logits, positions, limits, sampler)
+            stop = None if self.shape.stop is None else Stop(self.shape.stop, limits)
+            plan = Static.chain(max(limits))
+            return self._fixed(plan, logits, positions, limits, sampler, stop)
         return self._best_first(self.shape, logits, positions, limits, sampler)
 
     def _limit(self, position: int, depth: int) -> int:
@@ -183,20 +189,31 @@ class HeadDrafter:
         positions: Sequence[int],
         limits: Sequence[int],
         sampler: Sampler,
+        stop: Stop | None = None,
     ) -> list[Tree]:
         B, logits = len(positions), logits[:, None]  # (B, 1, Vd)
         order: dict[Path, int] = {(): -1}  # of expansion
         tokens: dict[Path, Tensor] = {}  # (B,) each
         possible: dict[Path, Tensor] = {}  # (B,) bool each
         laws: list[dict[Path, Tensor | None]] = [{} for _ in positions]
-        for level, inner in enumerate(plan.inner[: max(limits)]):
+        for level, inner in enumerate(plan.inner):
+            if level == max(limits):
+                break
             if level:
                 parents = torch.tensor([[order[path[:-1]] for path in inner]]).expand(B, -1)
                 ids = torch.stack([tokens[path] for path in inner], dim=1)
                 order |= {path: len(order) - 1 + i for i, path in enumerate(inner)}
                 logits = self.head.expand(self._state, ids, parents)
+            confidence = self.head.confidence(self._state) if stop else None
+            if stop and confidence is not None:
+                limits = stop.before(level, confidence[:, 0])
+                if level == max(limits):
+                    break
             scores, drawn_from = self._scores(logits, [p + level for p in positions], sampler)
             best, index = _top(scores, max(map(plan.children, inner)))
+            if stop and confidence is None:
+                shares = logits[:, 0].float().softmax(-1).gather(1, index[:, 0])
+                limits = stop.after(level, shares[:, 0])
             found = self._ids[index]
             for i, path in enumerate(inner):
                 for row, law in enumerate(drawn_from):
@@ -204,6 +221,8 @@ class HeadDrafter:
                 for rank in range(plan.children(path)):
                     tokens[*path, rank] = found[:, i, rank]
                     possible[*path, rank] = best[:, i, rank] > -torch.inf
+        if not tokens:  # stopped before the first
+            return [Tree()] * B
         return self._built(plan, tokens, possible, laws, limits)
 
     def _built(
@@ -247,8 +266,9 @@ class HeadDrafter:
     ) -> list[Tree]:
         """Levels of `width` expanded nodes, then the best of all candidates.
 
-        A node's value is the log of its draft probability along the path; it never grows downwards,
-        and equal values keep the earlier candidate, so the best ones always form a tree.
+        A node's value is the log of its draft probability along the path, or, from a head that says
+        so, of its chance. It never grows downwards, and equal values keep the earlier candidate, so
+        the best ones always form a tree.
         """
         B, width, logits = len(positions), shape.width, logits[:, None]  # (B, 1, Vd)
         deepest = torch.tensor(limits, device=logits.device)[:, None]
@@ -258,7 +278,11 @@ class HeadDrafter:
         for level in range(max(limits)):
             scores, _ = self._scores(logits, [p + level for p in positions], sampler)
             best, index = _top(scores, width)  # (B, m, width)
-            best = best - scores.logsumexp(dim=-1, keepdim=True)
+            confidence = self.head.confidence(self._state)
+            if confidence is None:
+                best = best - scores.logsumexp(dim=-1, keepdim=True)
+            else:
+                best = _by_confidence(best - scores.logsumexp(dim=-1, keepdim=True), confidence)
             # A head whose logits are not finite drafts badly; it must not break the tree.
             best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
             values = (values[..., None] + best).flatten(1)
@@ -362,6 +386,18 @@ def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best, index = scores.max(dim=-1, keepdim=True)
         return best, index
     return scores.topk(count, dim=-1)
+
+
+def _by_confidence(logs: Tensor, confidence: Tensor) -> Tensor:
+    """Log chances of siblings: logs (B, m, w) draft log-probabilities, falling; confidence (B, m).
+
+    The best one has the confidence's; the others share what that leaves, as the draft would divide
+    it, and none of them has more than the best.
+    """
+    sure = confidence.to(logs.dtype)[..., None]
+    rest = -torch.expm1(logs[..., :1]).clamp(max=-torch.finfo(logs.dtype).eps)
+    others = (1 - sure).log() + logs - rest.log()
+    return torch.cat((sure.log(), torch.minimum(others[..., 1:], sure.log())), dim=-1)
 
 
 def _mass(level: Level, width: int) -> float:

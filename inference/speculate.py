@@ -145,6 +145,7 @@ def _made(
     """
     for head in [drafter] if isinstance(drafter, DraftHead) else heads_of(drafter):
         _check_fit(head, target)
+        head.adapt(target.model)
     if not isinstance(drafter, DraftHead):
         return drafter
     if batch not in known:

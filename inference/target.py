@@ -29,7 +29,14 @@ from transformers import (
 )
 from transformers.utils.generic import ModelOutput
 
-from drafthead.heads.contract import LAST, Contract, check_layers, describe, logit_transform
+from drafthead.heads.contract import (
+    LAST,
+    Contract,
+    check_layers,
+    describe,
+    logit_transform,
+    own_parameters,
+)
 from drafthead.inference.masks import UnsupportedTargetError, attention_of, visible
 from drafthead.inference.placement import execution_device, unwrapped
 from drafthead.inference.store import Store
@@ -80,7 +87,7 @@ class Target:
 
     @property
     def num_weights(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(parameter.numel() for _, parameter in own_parameters(self.model))
 
     @property
     def source(self) -> PreTrainedModel | Path:

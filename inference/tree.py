@@ -6,6 +6,9 @@ pass runs root and nodes together, so row 0 of its input is the root and row i +
 Shapes are written so:
 
     chain:D            one branch of D tokens
+    stop:D:C           a chain of D tokens at most, drafted while the chance that all of it is
+                       accepted is C or more, as stop:7:0.3: the product of the head's confidences,
+                       or of its drafts' own probabilities where it has none
     static:0,1,0.0     these nodes, each the path of ranks that leads to it: the two best tokens,
                        and the best one after the first of them
     tree:DxW:N         best-first: D levels, W nodes expanded a level, the N best of all kept
@@ -119,7 +122,10 @@ def rows_of(trees: Sequence[Tree], roots: Sequence[int]) -> tuple[Tensor, Tensor
 MOST_NODES = 1024
 """Of one tree: its mask alone has as many squared entries."""
 
-WRITTEN = "write chain:DEPTH, static:0,1,0.0, tree:DEPTHxWIDTH:NODES or auto:DEPTHxWIDTH:NODES"
+WRITTEN = (
+    "write chain:DEPTH, stop:DEPTH:CHANCE, static:0,1,0.0, tree:DEPTHxWIDTH:NODES or "
+    "auto:DEPTHxWIDTH:NODES"
+)
 
 
 @dataclass(frozen=True)
@@ -133,12 +139,19 @@ class Shape:
     nodes: int
     by_cost: bool = False
     """Grown only as far as the measured cost of a round says."""
+    stop: float | None = None
+    """Of a chain: the chance of being accepted below which it is not drafted on."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.width < 1 or self.nodes < self.depth:
             raise ValueError(
                 f"tree of depth {self.depth}, width {self.width}, nodes {self.nodes}: "
                 "depth and width are at least 1, nodes at least the depth"
+            )
+        if self.stop is not None and not (self.is_chain and 0 < self.stop < 1):
+            raise ValueError(
+                f"tree stop:{self.depth}:{self.stop:g}: the chance is that of a chain, and lies "
+                "between 0 and 1"
             )
         _check_size(self.nodes)
 
@@ -152,6 +165,8 @@ class Shape:
         return self.width * (self.depth - 1)
 
     def __str__(self) -> str:
+        if self.stop is not None:
+            return f"stop:{self.depth}:{self.stop:g}"
         if self.is_chain:
             return f"chain:{self.depth}"
         kind = "auto" if self.by_cost else "tree"
@@ -250,6 +265,9 @@ def parse_shape(text: str) -> TreeShape:
     if match := re.fullmatch(r"chain:(\d+)", text):
         depth = int(match[1])
         return Shape(depth, 1, depth)
+    if match := re.fullmatch(r"stop:(\d+):(\d+|\d*\.\d+)", text):
+        depth = int(match[1])
+        return Shape(depth, 1, depth, stop=float(match[2]))
     if match := re.fullmatch(r"(tree|auto):(\d+)x(\d+):(\d+)", text):
         return Shape(int(match[2]), int(match[3]), int(match[4]), by_cost=match[1] == "auto")
     if match := re.fullmatch(r"static:((\d+(\.\d+)*)(,\d+(\.\d+)*)*)?", text):
