@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # No target here needs a model hub; without this a missing one costs minutes of retries.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-matrix test-kill lint format typecheck bench clean
+.PHONY: help setup demo test test-matrix test-kill lint format typecheck bench bench-heads clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -26,7 +26,7 @@ demo: $(VENV)/.core  ## fetch the embedded model, train a head, evaluate it, gen
 	$(BIN)/drafthead demo
 
 test: $(VENV)/.installed  ## run all tests (some: make test ARGS="-m 'not slow' tests/heads")
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, some ten minutes; its log is tests/matrix.log
 	mkdir -p build
@@ -56,6 +56,9 @@ bench: $(VENV)/.installed  ## train longer and measure, into runs/bench
 	$(BIN)/python tests/bench/engine.py --head runs/bench/train/head --out runs/bench/engine.json
 	$(BIN)/python tests/bench/rules.py --head runs/bench/train/head
 	$(BIN)/python tests/bench/overhead.py
+
+bench-heads: $(VENV)/.installed  ## draft heads trained on the same data, side by side; hours, may be stopped at any time
+	$(BIN)/python tests/bench/heads.py --jobs 2 $(ARGS)
 
 clean:  ## remove what builds and checks leave; .venv and runs stay
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

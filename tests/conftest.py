@@ -9,10 +9,13 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the tests themselves are what runs side by side
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from drafthead.data.embedded import default_target, fetch_target
 
@@ -21,6 +24,8 @@ from drafthead.data.embedded import default_target, fetch_target
 def smollm2() -> Path:
     """Give the folder of the embedded target, in the cache that the commands use."""
     try:
-        return fetch_target(default_target())
+        default_target().parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{default_target()}.lock"):
+            return fetch_target(default_target())
     except ConnectionError as error:
         pytest.skip(str(error))

@@ -11,16 +11,47 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from drafthead.heads.base import TeacherBatch
+from drafthead.heads.block import BlockSettings
 from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
 from drafthead.heads.contract import describe
+from drafthead.heads.eagle import EagleSettings
 from drafthead.heads.eagle3 import Eagle3Settings
+from drafthead.heads.hydra import HydraSettings
+from drafthead.heads.medusa import MedusaSettings
 
 REDUCED = torch.arange(0, 512, 3)
 SIZE = len(REDUCED)
 
 LADDER: dict[str, BorrowingSettings] = {
+    "block": BlockSettings(draft_vocab_size=SIZE, unroll_steps=5, markov_rank=16),
+    "block-dflash": BlockSettings(
+        draft_vocab_size=None,
+        unroll_steps=4,
+        num_layers=3,
+        anchor_predicts=False,
+        norm_features=False,
+        markov_rank=0,
+        confidence=False,
+        mask_token_id=9,
+    ),
+    "block-causal": BlockSettings(
+        draft_vocab_size=SIZE, unroll_steps=4, num_layers=1, causal=True, confidence=False
+    ),
+    "eagle": EagleSettings(draft_vocab_size=SIZE),
+    "eagle-hass": EagleSettings(
+        draft_vocab_size=None, unroll_steps=3, topk_loss=1.0, fc_bias=True, detach_passes=False
+    ),
     "eagle3": Eagle3Settings(draft_vocab_size=SIZE),
+    "eagle3-layers": Eagle3Settings(draft_vocab_size=SIZE, num_layers=3),
     "eagle3-whole": Eagle3Settings(draft_vocab_size=None, norm_output=True),
+    "hydra": HydraSettings(draft_vocab_size=SIZE),
+    "hydra++": HydraSettings(
+        draft_vocab_size=None, mlp_layers=3, prefix_attention=True, dropout=0.2, own_rows=True
+    ),
+    "medusa": MedusaSettings(draft_vocab_size=SIZE),
+    "medusa-own-rows": MedusaSettings(
+        draft_vocab_size=None, own_rows=True, blocks=2, unroll_steps=3
+    ),
 }
 """`draft_vocab_size` is SIZE or None."""
 

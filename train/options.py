@@ -26,7 +26,10 @@ DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float
 SiblingOption = Annotated[
     str | None, typer.Option("--sibling", help="Folder or Hub id of a smaller model that drafts.")
 ]
-TREES = "chain:4, static:0,1,0.0 (paths), tree:4x4:12 (depth x width:nodes) or auto:4x4:12"
+TREES = (
+    "chain:4, stop:7:0.3 (a chain of 7 at most, while its chance is 0.3), static:0,1,0.0 (paths), "
+    "tree:4x4:12 (depth x width:nodes) or auto:4x4:12"
+)
 TreeOption = Annotated[str, typer.Option(help=f"{TREES}.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 SeedOption = Annotated[int, typer.Option(help="Keys the noise: same seed, same text.")]

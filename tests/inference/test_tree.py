@@ -124,7 +124,7 @@ def test_chains_and_empty_trees() -> None:
     assert ancestors([Tree()]).tolist() == [[[T]]]
 
 
-UNREADABLE = r"write chain:DEPTH, static:0,1,0\.0, tree:DEPTHxWIDTH:NODES or auto:"
+UNREADABLE = r"write chain:DEPTH, stop:DEPTH:CHANCE, static:0,1,0\.0, tree:DEPTHxWIDTH:NODES or "
 
 
 def test_paths_are_the_tokens_that_lead_to_each_node() -> None:

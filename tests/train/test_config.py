@@ -66,6 +66,8 @@ def test_a_number_in_yaml_1_1_scientific_notation_is_a_number(file: Path) -> Non
         ("head.type=eagel3", "head.type: unknown head 'eagel3'; did you mean 'eagle3'?"),
         ("training.accumulate=two", "training.accumulate: input should be a valid integer"),
         ("training.precision=fp8", "training.precision: input should be 'auto', 'bf16' or 'fp32'"),
+        ("training.loss=l2", "training.loss: input should be 'soft_ce', 'ce', 'kl', 'reverse_kl'"),
+        ("training.heldout_depth=0", "training.heldout_depth: input should be greater than or"),
         ("optimiser.lr=-1", "optimiser.lr: input should be greater than 0, not -1"),
         ("optimiser.lr=nan", "optimiser.lr: input should be a finite number"),
         ("optimiser.betas=[1.5,0]", "optimiser.betas.0: input should be less than 1, not 1.5"),
@@ -113,6 +115,15 @@ def test_settings_are_frozen_and_round_trip_through_their_dump(file: Path) -> No
         (["data.heldout_positions=3"], ["data.heldout_positions"]),
         (["training.eval_every=3", "data.heldout_positions=3", "data.heldout=a"], []),
         (["schedule.kind=constant", "schedule.min_ratio=0.1"], ["schedule.min_ratio"]),
+        (["training.lk_eta=2"], ["training.lk_eta"]),
+        (["training.lk_eta=2", "training.loss=lk"], []),
+        (["training.position_weights=exp", "training.depth_decay=0.7"], ["training.depth_decay"]),
+        (["training.depth_scale=2"], ["training.depth_scale"]),
+        (["training.position_weights=exp", "training.depth_scale=2"], []),
+        (["training.alive_prefix=true", "head.unroll_steps=1"], ["training.alive_prefix"]),
+        (["training.alive_prefix=true"], []),
+        (["training.heldout_depth=5"], ["training.heldout_depth"]),
+        (["training.heldout_depth=5", "data.heldout=a"], []),
         ([], []),
     ],
 )
@@ -126,3 +137,14 @@ def test_identity_changes_with_the_head_but_not_with_the_length_of_training(file
     base = load_config(file).identity()
     assert load_config(file, ["training.max_steps=9"]).identity() == base
     assert load_config(file, ["head.unroll_steps=2"]).identity()["head"] != base["head"]
+
+
+def test_a_changed_loss_goes_on_as_a_changed_decay_does_but_another_best_does_not(
+    file: Path,
+) -> None:
+    """What held-out depth chose the best so far cannot be compared with what another one finds."""
+    base = load_config(file).identity()
+    for override in ("depth_decay=0.5", "loss=ce", "position_weights=dpace", "alive_prefix=true"):
+        assert load_config(file, [f"training.{override}"]).identity() == base
+    deep = load_config(file, ["training.heldout_depth=5"]).identity()
+    assert {name for name in base if deep[name] != base[name]} == {"training.heldout_depth"}

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from loss_rules import OPTIONS
 from tiny_runs import LAYERS, three_layers
 
 from drafthead.data.chat import Row
 from drafthead.heads.base import TeacherBatch, settings_class
 from drafthead.inference.target import Target
+from drafthead.train.config import LossSettings
+from drafthead.train.heldout import drafts_of, simulate
 from drafthead.train.objective import Objective, Outcome
-from drafthead.train.teacher import OnlineFeatures
+from drafthead.train.teacher import OnlineFeatures, blank
 from drafthead.train.timing import Stopwatch
 
 SPAN = range(10, 15)
 
 
-def make_objective(target: Target, steps: int, draft_ids: torch.Tensor | None = None) -> Objective:
+def make_objective(
+    target: Target, steps: int, draft_ids: torch.Tensor | None = None, **rules: Any
+) -> Objective:
     torch.manual_seed(0)
     size = None if draft_ids is None else len(draft_ids)
     settings = settings_class("eagle3").model_validate(
@@ -26,7 +32,8 @@ def make_objective(target: Target, steps: int, draft_ids: torch.Tensor | None = 
     )
     head = settings.build(target.contract(LAYERS, {}), target.config, draft_ids)
     head.bind(target.model)
-    return Objective(head, target.vocab_size, decay=0.8, bf16=False, watch=Stopwatch())
+    watch, settings = Stopwatch(), LossSettings(**rules)
+    return Objective(head, target.vocab_size, decay=0.8, bf16=False, watch=watch, rules=settings)
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +110,14 @@ def test_bf16_computes_close_to_fp32(target: Target, batch: TeacherBatch) -> Non
     torch.testing.assert_close(narrow(batch, 5.0).loss, wide(batch, 5.0).loss, rtol=2e-2, atol=0.0)
 
 
-def ragged(target: Target) -> TeacherBatch:
+def ragged(target: Target, *chosen: int) -> TeacherBatch:
     """Three conversations of unlike lengths, padded; the second is supervised from its start."""
     spans = [(20, range(10, 15)), (6, range(6)), (13, range(3, 12))]
     rows = [
         Row(str(n), [(7 * n + 3 * t) % 500 + 5 for t in range(n)], [t in span for t in range(n)])
         for n, span in spans
     ]
-    return OnlineFeatures(target, rows, [(0, 1, 2)], LAYERS).batch(0)
+    return OnlineFeatures(target, rows, [chosen or (0, 1, 2)], LAYERS).batch(0)
 
 
 def gradients(objective: Objective, batch: TeacherBatch) -> tuple[Outcome, list[torch.Tensor]]:
@@ -168,3 +175,58 @@ def test_recomputing_activations_changes_no_gradient(target: Target) -> None:
     assert kept.loss == again.loss
     for mine, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_f32_accumulated_halves_are_the_whole(target: Target, name: str) -> None:
+    """With rows of 5, 5 and 9 supervised tokens in halves of one and two rows."""
+    whole, halves = ragged(target), [ragged(target, 0), ragged(target, 1, 2)]
+    kept = torch.arange(0, target.vocab_size, 2)
+    objective = make_objective(target, 3, kept, **OPTIONS[name])
+    counts = [float(objective.counted(batch)) for batch in (whole, *halves)]
+    assert counts[0] == counts[1] + counts[2] > 0
+
+    weights = list(objective.head.parameters())
+    together: Outcome = objective(whole, counts[0])
+    apart: list[Outcome] = [objective(half, counts[0]) for half in halves]
+    torch.testing.assert_close(together.loss, apart[0].loss + apart[1].loss)
+    torch.testing.assert_close(together.sums, apart[0].sums + apart[1].sums)
+    ours = torch.autograd.grad(together.loss, weights)
+    theirs = [torch.autograd.grad(outcome.loss, weights) for outcome in apart]
+    assert any(gradient.abs().max() > 1e-3 for gradient in ours)
+    for one, first, second in zip(ours, *theirs, strict=True):
+        torch.testing.assert_close(one, first + second, atol=1e-6, rtol=1e-5)
+
+
+def test_divisors_know_no_padding_and_no_blank_rows(target: Target) -> None:
+    batch = ragged(target)
+    supervised, positions = (
+        make_objective(target, 1, loss_mean=mean) for mean in ("supervised", "positions")
+    )
+    assert int(supervised.counted(batch)) == 5 + 5 + 9  # the second's first token has no context
+    assert int(positions.counted(batch)) == 15 + 6 + 12
+    assert int(positions.counted(blank(batch))) == 0
+
+
+def test_held_out_chains_may_be_of_another_depth_than_trained(target: Target) -> None:
+    batch = ragged(target)
+    trained, deep = (make_objective(target, 2, heldout_depth=depth) for depth in (None, 4))
+    sums = {len(sums): sums for sums in (simulate(trained, batch), simulate(deep, batch))}
+    assert sorted(sums) == [2, 4]
+    assert sums[4][:2, 2:].equal(sums[2][:, 2:]), "the first depths are the same drafts"
+    assert sums[4][3, 4] > 0
+    deep.head.max_depth = 3
+    assert len(simulate(deep, batch)) == 3
+
+
+def test_held_out_overlap_and_matches_are_those_of_whole_logits(target: Target) -> None:
+    kept = torch.arange(0, target.vocab_size, 2)
+    head, batch = make_objective(target, 3, kept).head, ragged(target)
+    batch = replace(batch, features=batch.features.float(), last_hidden=batch.last_hidden.float())
+    _, sums = drafts_of(head, batch, 3)
+    for depth, prediction in enumerate(head.unroll(batch, 3)):
+        states = batch.last_hidden.flatten(0, 1)[prediction.teacher]
+        p, q = (x.softmax(-1) for x in (prediction.logits, head.teacher_logits(states)))
+        right = kept[p.argmax(-1)] == batch.top.flatten()[prediction.teacher]
+        expected = [right.sum().item(), torch.minimum(p, q).sum().item(), len(p)]
+        assert sums[depth].tolist() == pytest.approx(expected, abs=1e-4)

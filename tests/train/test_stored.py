@@ -18,6 +18,7 @@ import drafthead.train.engine
 from drafthead.data.manifest import StoreError
 from drafthead.data.shards import digest_of
 from drafthead.data.states import StateStore, shard_path
+from drafthead.heads.eagle import EagleSettings
 from drafthead.inference.evaluate import end_ids
 from drafthead.inference.target import load_target
 from drafthead.train.assemble import assemble
@@ -42,6 +43,27 @@ def losses(out: Path) -> list[float]:
 
 def no_target(*_: object) -> Any:
     raise AssertionError("the target was loaded")
+
+
+def test_a_head_of_the_last_state_trains_from_any_store(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer -1 is in every store, once: of a head with other layers, and of one being filled."""
+    states = tmp_path / "states"
+    extract(make_config(), states)
+    short = make_config(training={"max_steps": 4, "max_minutes": None})
+    head = EagleSettings(draft_vocab_size=short.head.model_dump()["draft_vocab_size"])
+    short = short.model_copy(update={"head": head.model_copy(update={"warm_start": 100})})
+    run(short.model_copy(update={"out": tmp_path / "online"}))
+    run(with_store(short, tmp_path / "filled", "fill", tmp_path / "fill"))
+    monkeypatch.setattr(drafthead.train.engine, "load_target", no_target)
+    run(with_store(short, states, "store", tmp_path / "store"))
+    want = losses(tmp_path / "online")
+    assert len(want) == 4
+    for name in ("fill", "store"):
+        assert losses(tmp_path / name) == pytest.approx(want, rel=1e-5)
+    held = json.loads((tmp_path / "filled" / "manifest.json").read_text())["contract"]["layers"]
+    assert held == []
 
 
 @pytest.fixture

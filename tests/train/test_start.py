@@ -1,0 +1,81 @@
+"""`training.start`: a run begins with a trained head's weights, and with nothing half fitting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import MakeConfig, three_layers, write_target
+from torch import nn
+from trainers import make_trainer
+
+from drafthead.heads import load_head
+from drafthead.train.checkpoint import head_weights
+from drafthead.train.config import RunConfig
+from drafthead.train.loop import run
+
+MEDUSA: dict[str, Any] = {"type": "medusa", "draft_vocab_size": 256, "unroll_steps": 2}
+
+
+@pytest.fixture
+def begin(make_config: MakeConfig, tmp_path: Path) -> Any:
+    """Config of a run that begins from a short one's head."""
+    first = make_config(head=MEDUSA, training={"max_steps": 2}, out=str(tmp_path / "first"))
+    folder = run(first).head
+
+    def again(head: dict[str, Any] = MEDUSA, **groups: Any) -> RunConfig:
+        over = {**groups, "training": {"start": str(folder), **groups.get("training", {})}}
+        return make_config(head=head, out=str(tmp_path / "second"), **over)
+
+    return again
+
+
+def started(config: RunConfig) -> nn.Module:
+    return make_trainer(config).parts.head
+
+
+def test_a_run_begins_where_the_other_ended(begin: Any) -> None:
+    """The draft vocabulary comes along, though other data would give another."""
+    config = begin(data={"positions": 40})
+    assert config.training.start is not None
+    trained = head_weights(load_head(config.training.start))
+    head = started(config)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in head_weights(head).items())
+    rows = three_layers().get_output_embeddings().weight
+    assert torch.equal(head.rows, rows[head.draft_ids]), "bound by the vocabulary taken over"
+    fresh = started(begin(data={"positions": 40}, training={"start": None}))
+    assert not torch.equal(fresh.draft_ids, head.draft_ids)
+
+
+def test_own_rows_are_not_started_anew(make_config: MakeConfig, tmp_path: Path) -> None:
+    head = {**MEDUSA, "own_rows": True}
+    folder = run(make_config(head=head, training={"max_steps": 2}, out=str(tmp_path / "a"))).head
+    config = make_config(head=head, training={"start": str(folder)}, out=str(tmp_path / "b"))
+    trained = load_head(folder).state_dict()["medusa_head.0.1.weight"]
+    assert torch.equal(started(config).state_dict()["medusa_head.0.1.weight"], trained)
+
+
+def test_heads_that_do_not_fit_are_refused_in_one_line(begin: Any, tmp_path: Path) -> None:
+    def refusal(**groups: Any) -> str:
+        with pytest.raises((ValueError, OSError)) as error:
+            started(begin(**groups))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    eagle = {"type": "eagle3", "layers": (1, 2, 3), "draft_vocab_size": 256}
+    assert "is a head of type 'medusa'; one of type 'eagle3' begins from 'eagle3'" in refusal(
+        head=eagle
+    )
+    for other, name in (
+        ({"unroll_steps": 3}, "medusa_head.2.0.linear.bias"),
+        ({"unroll_steps": 1}, "medusa_head.1.0.linear.bias"),
+        ({"own_rows": True}, "medusa_head.0.1.weight"),
+        ({"draft_vocab_size": 128}, "d2t"),
+    ):
+        assert f"and this head differ in {name!r}" in refusal(head=MEDUSA | other)
+    target = write_target(tmp_path / "other", three_layers(seed=1))
+    assert "fingerprint" in refusal(target={"name": str(target)})
+    assert "no config.json" in refusal(training={"start": str(tmp_path)})
+    assert refusal(head=MEDUSA | {"warm_start": 9}).startswith("head.warm_start: would undo")
