@@ -26,7 +26,7 @@ from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
 from drafthead.train.outline import Outline, outline_of
 from drafthead.train.sources import Teacher, Texts, teacher
-from drafthead.train.start import begin_from
+from drafthead.train.start import begin_from, put
 from drafthead.train.teacher import Features
 from drafthead.train.timing import Stopwatch
 
@@ -87,12 +87,13 @@ def assemble(
     known(texts.content)
     taught = teacher(config, engine, outline, texts, layers)
     head = build_head(config, outline, taught.contract, texts.train)
-    if config.training.start is not None:
-        begin_from(config.training.start, head)
+    start = config.training.start
+    given = {} if start is None else begin_from(start, head)
     device = engine.device
     head.to(device)  # type: ignore[arg-type]
     with torch.autocast(device.type, torch.bfloat16, enabled=engine.bf16):
         head.bind(taught.source)  # borrowed rows are held in the dtype that the run computes in
+    put(given, head)
     if taught.target is not None:
         head.adapt(taught.target.model, resting=True)  # sources go on giving what it was before
     head.train()

@@ -6,6 +6,7 @@ operations, the time, and all of it together. Whatever is assumed is shown to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedConfig
@@ -14,6 +15,7 @@ from drafthead.data.states import bytes_of
 from drafthead.heads.contract import inner_layers
 from drafthead.train.assemble import head_layers
 from drafthead.train.config import RunConfig
+from drafthead.train.drafting import SHAPES, DraftCost, DraftShape, draft_costs
 from drafthead.train.hardware import GB, Hardware
 from drafthead.train.placing import (
     BUCKET,
@@ -55,6 +57,8 @@ class Estimate:
     unroll_steps: int
     flops: dict[str, float]
     """Per position, padding included."""
+    rounds: tuple[DraftCost, ...]
+    """What drafting with the head takes, by shape."""
     store_bytes: int | None
     """Of all training states in a store, for one epoch's rows."""
     hours: dict[str, float] | None
@@ -71,11 +75,12 @@ def forecast(
     stage: int = 0,
     offload: bool = False,
     data: DataFacts | None = None,
+    shapes: Sequence[DraftShape] = SHAPES,
 ) -> Estimate:
     """Forecast a run of this config for a target of this config, on so many ranks.
 
-    ranks: default, as many as there are devices. data: of the rows, where they are known. Raises
-    ValueError for settings that a run would refuse.
+    ranks: default, as many as there are devices. data: of the rows, where they are known. shapes:
+    of drafts whose cost is told. Raises ValueError for settings that a run would refuse.
     """
     ranks = ranks or hardware.devices
     bf16 = config.training.precision == "bf16" or (
@@ -106,6 +111,7 @@ def forecast(
         hardware=hardware,
         unroll_steps=config.head.unroll_steps,
         flops=_flops(config, seen, data),
+        rounds=draft_costs(config, target, bf16, shapes),
         store_bytes=store,
         hours=_hours(at, case),
         assumptions=_assumptions(at, case),
@@ -164,9 +170,10 @@ def _flops(config: RunConfig, full: Footprint, data: DataFacts) -> dict[str, flo
         "head forward": full.forward_flops / n,
         "head backward": full.backward_flops / n,
     }
+    found["head, training"] = found["head forward"] + found["head backward"]
     steps = config.head.unroll_steps
     if steps > 1:
-        whole, share = found["head forward"] + found["head backward"], full.first_depth
+        whole, share = found["head, training"], full.first_depth
         found |= {
             "head, first depth": share * whole,
             "head, each further depth": (1 - share) * whole / (steps - 1),

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from drafthead.train.drafting import DraftCost
 from drafthead.train.estimate import Estimate
 from drafthead.train.hardware import GB
 from drafthead.train.placing import Need
@@ -49,6 +50,7 @@ def lines(estimate: Estimate) -> list[str]:
         f"{gigabytes(f.borrowed_alone)} borrowed; target: {f.target_weights / 1e9:.3f} G weights",
         "operations a position: "
         + ", ".join(f"{name} {value / 1e9:.3g} G" for name, value in estimate.flops.items()),
+        *map(round_line, estimate.rounds),
         f"on {estimate.hardware.title}, {estimate.asked.case.ranks} ranks, "
         f"{estimate.asked.case.tokens_per_batch} positions a micro-batch",
     ]
@@ -60,6 +62,16 @@ def lines(estimate: Estimate) -> list[str]:
         parts = [f"{name} {value:.3g} h" for name, value in estimate.hours.items() if value]
         shown.append("time: " + ", ".join(parts))
     return [*shown, verdict(estimate), *(f"assumed: {text}" for text in estimate.assumptions)]
+
+
+def round_line(cost: DraftCost) -> str:
+    """What one round of drafting takes."""
+    small = f", {cost.small_steps} of the steps small" if cost.small_steps else ""
+    steps = "1 step" if cost.steps == 1 else f"{cost.steps} steps"
+    return (
+        f"a round ({cost.shape}, {cost.context} tokens before): {cost.macs / 1e9:.3g} G MAC, "
+        f"{cost.bytes / 1e6:.4g} MB of weights read, {steps} ({cost.dtype}{small})"
+    )
 
 
 def verdict(estimate: Estimate) -> str:

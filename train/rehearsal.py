@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from drafthead.heads.base import DraftHead, TeacherBatch
@@ -134,21 +135,25 @@ class _Stage:
         self, config: RunConfig, target: PreTrainedConfig, bf16: bool, run: DryRun
     ) -> None:
         self.run, self.bf16 = run, bf16
-        self.model = _target(config, target, bf16)
+        self.model = dry_target(config, target, bf16)
         after_target = run.live
         self.target = Target(self.model)
-        contract = _contract(config, self.model)
+        contract = dry_contract(config, self.model)
         self.layers = contract.layers
-        self.head = _head(config, contract, target, run)
+        self.head = dry_head(config, contract, target, run)
         after_head = run.live
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             # Any target of this shape does: there are no values to compare.
             cast(Any, self.head).bind(self.model, check=False)
+        with unset_fake_temporarily():  # PEFT moves modules, which fakes do not allow
+            self.head.adapt(self.model, resting=True)
         self.head.train()
         self.bytes = (after_target, after_head - after_target, run.live - after_head)
         self._last: tuple[_Seen, TeacherBatch] | None = None
-        decay = config.training.depth_decay
-        self.objective = Objective(self.head, self.target.vocab_size, decay, bf16, Stopwatch())
+        training, words = config.training, self.target.vocab_size
+        self.objective = Objective(
+            self.head, words, training.depth_decay, bf16, Stopwatch(), training
+        )
 
     def held(self) -> dict[str, int]:
         """What stays from step to step."""
@@ -159,7 +164,7 @@ class _Stage:
         storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in lent}
         target, head, borrowed = self.bytes
         return {
-            "target_weights": sum(p.numel() for p in self.model.parameters()),
+            "target_weights": self.target.num_weights,
             "largest_layer": max(*map(_bytes, self.target._layers), _bytes(table)),
             "output_rows": _bytes(rows),
             "target": target,
@@ -204,14 +209,15 @@ class _Stage:
             return 1.0
         assert self._last is not None, "go comes first"
         seen, batch = self._last
-        weights = self.objective.weights
-        self.objective.weights = weights[:1]
+        steps = self.objective.steps
+        self.objective.steps = 1
         first = sum(self._step(batch))
-        self.objective.weights = weights
+        self.objective.steps = steps
         return first / (seen.forward_flops + seen.backward_flops)
 
 
-def _target(config: RunConfig, target: PreTrainedConfig, bf16: bool) -> PreTrainedModel:
+def dry_target(config: RunConfig, target: PreTrainedConfig, bf16: bool) -> PreTrainedModel:
+    """The target of a run; call it in a `dry_run`, as the next two."""
     asked = config.target.dtype
     dtype = ("bfloat16" if bf16 else "float32") if asked == "auto" else asked
     model: PreTrainedModel = AutoModelForCausalLM.from_config(target, dtype=getattr(torch, dtype))
@@ -220,7 +226,7 @@ def _target(config: RunConfig, target: PreTrainedConfig, bf16: bool) -> PreTrain
     return model
 
 
-def _contract(config: RunConfig, model: PreTrainedModel) -> Contract:
+def dry_contract(config: RunConfig, model: PreTrainedModel) -> Contract:
     """What `describe` finds but for all that needs weights or a tokenizer."""
     text = model.config.get_text_config()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -246,9 +252,10 @@ def _contract(config: RunConfig, model: PreTrainedModel) -> Contract:
     )
 
 
-def _head(
+def dry_head(
     config: RunConfig, contract: Contract, target: PreTrainedConfig, run: DryRun
 ) -> DraftHead:
+    """The untrained head, unbound."""
     size = config.head.model_dump().get("draft_vocab_size")
     if size is not None and size > contract.vocab_size:
         raise ValueError(

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.borrowing import BorrowingHead
 from drafthead.heads.load import load_head
 from drafthead.train.checkpoint import head_weights
 
 logger = logging.getLogger(__name__)
 
 
-def begin_from(folder: Path, head: DraftHead) -> None:
-    """Put a trained head's tensors, its draft vocabulary included, in place of the first ones.
+def begin_from(folder: Path, head: DraftHead) -> dict[str, Tensor]:
+    """A trained head's tensors, its draft vocabulary included, by the names that they have here.
 
-    For a head not bound yet. One of another type is taken where the settings say so (`follows`);
-    what it does not have keeps its first weights. Raises ValueError for any that does not fit.
+    They are put into the head, which is not bound yet and borrows by that vocabulary. Binding makes
+    first weights, so `put` them there once more: what the trained head does not have then starts as
+    in any new head. One of another type is taken where the settings say so (`follows`). Raises
+    ValueError for any that does not fit.
     """
     found = load_head(folder, torch.float32)
     kind, mine = found.settings.type, head.settings
@@ -40,9 +43,14 @@ def begin_from(folder: Path, head: DraftHead) -> None:
             f"training.start: {folder} and this head differ in {min(unlike)!r}; use the head "
             "settings that it was trained with"
         )
+    put(given, head)
+    logger.info("begun from %s: %d tensors, %d stay new", folder, len(given), len(own) - len(given))
+    return given
+
+
+def put(given: Mapping[str, Tensor], head: DraftHead) -> None:
+    """Copy tensors into the head's own of the same names."""
+    own = head.state_dict()
     with torch.no_grad():
         for name, tensor in given.items():
             own[name].copy_(tensor)
-    if isinstance(head, BorrowingHead):
-        head.starts_at_bind = False
-    logger.info("begun from %s: %d tensors, %d stay new", folder, len(given), len(own) - len(given))

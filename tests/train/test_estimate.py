@@ -197,10 +197,17 @@ def test_a_70b_fits_eight_gpus_only_in_parts_and_the_forecast_says_so() -> None:
     assert found.hours["in all"] > 0
     assert found.store_bytes == bytes_of(1_000_000, 3, 8192)
     assert found.flops["target forward"] == pytest.approx(2 * 69.5e9, rel=0.05)
+    assert (
+        found.flops["head, training"] == found.flops["head forward"] + found.flops["head backward"]
+    )
+    # A layer of 0.94 G weights and 0.26 G of rows, each four times, and 0.2 G of fusion once.
+    assert found.rounds[0].macs == pytest.approx(4 * 1.2e9 + 0.2e9, rel=0.05)
 
 
 def test_one_small_gpu_needs_more_of_its_kind_or_a_store() -> None:
-    found = forecast(small(), llama70(), changed(parse_hardware("L40S"), 1, None, None, None))
+    found = forecast(
+        small(), llama70(), changed(parse_hardware("L40S"), 1, None, None, None), shapes=()
+    )
     assert found.smallest is not None
     case = found.smallest.case
     assert case.target == "store" or case.ranks > 1
@@ -213,7 +220,7 @@ def test_settings_change_the_forecast_in_their_direction() -> None:
 
     def of(**training: Any) -> Estimate:
         given = small(**training).model_dump(mode="json") | {"head": tiny}
-        return forecast(RunConfig.model_validate(given), target, hardware)
+        return forecast(RunConfig.model_validate(given), target, hardware, shapes=())
 
     plain, parts = of(), of(partition_target=True)
     assert parts.asked.case.stage == 3
@@ -245,9 +252,9 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
     cpu = Hardware("CPU", 1, 10**9, 1e11, 2e10, 1e10, is_cpu=True)
     config = run_config(128, 1)
     target = three_layers().config
-    one = forecast(config, target, cpu)
+    one = forecast(config, target, cpu, shapes=())
     assert one.fits
-    assert not forecast(config, target, cpu, ranks=20).fits
+    assert not forecast(config, target, cpu, ranks=20, shapes=()).fits
     assert one.asked.case == Case(1, 0, "whole", False, 128)
 
 
@@ -313,6 +320,11 @@ def test_the_command_needs_a_config_and_no_weights(
     assert found["asked"]["device"] == sum(found["asked"]["parts"].values())
     assert "fits: " in done.err
     assert "assumed: " in done.err
+    chain, tree = found["rounds"]
+    assert chain["macs"] < tree["macs"]
+    assert chain["shape"] == {"depth": 4, "width": 1}
+    assert f"a round (chain of 4, {chain['context']} tokens before): " in done.err
+    assert f"{chain['bytes'] / 1e6:.4g} MB of weights read, 4 steps" in done.err
     done = call("estimate", *given, "--hardware", "H100", "--gpu-memory", "0.5")
     assert done.code == 0, "it reports; it does not judge"
     assert "does not fit" in done.out

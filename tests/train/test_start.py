@@ -57,6 +57,17 @@ def test_own_rows_are_not_started_anew(make_config: MakeConfig, tmp_path: Path) 
     assert torch.equal(started(config).state_dict()["medusa_head.0.1.weight"], trained)
 
 
+def test_what_the_other_head_lacks_starts_as_in_a_new_one(begin: Any) -> None:
+    """Medusa-2 with rows of its own, and a head more: these rows are the target's, not random."""
+    head = started(begin(MEDUSA | {"type": "medusa2", "own_rows": True, "unroll_steps": 3}))
+    rows = three_layers().get_output_embeddings().weight[head.draft_ids]
+    weights = head.state_dict()
+    for depth in range(3):
+        assert torch.equal(weights[f"medusa_head.{depth}.1.weight"], rows)
+    assert weights["medusa_head.1.0.linear.weight"].any(), "the trained heads are taken"
+    assert not weights["medusa_head.2.0.linear.weight"].any()
+
+
 def test_heads_that_do_not_fit_are_refused_in_one_line(begin: Any, tmp_path: Path) -> None:
     def refusal(**groups: Any) -> str:
         with pytest.raises((ValueError, OSError)) as error:
