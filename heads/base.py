@@ -46,6 +46,10 @@ class HeadSettings(BaseModel):
         """Ids of the target's states that it reads, ascending, by the contract's convention."""
         return default_layers(num_layers)
 
+    def without_effect(self) -> list[str]:
+        """Settings that were given but that the others leave nothing to act on."""
+        return []
+
     @abstractmethod
     def build(
         self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None

@@ -78,6 +78,11 @@ class BlockSettings(BorrowingSettings):
     def captured(self, num_layers: int) -> tuple[int, ...]:
         return self.layers or spread_layers(num_layers)
 
+    def without_effect(self) -> list[str]:
+        alone = self.unroll_steps == 1 and self.anchor_predicts  # the anchor, and no mask after it
+        idle = {"mask_token_id": self.mask_token_id is not None, "causal": self.causal}
+        return [name for name, given in idle.items() if given and alone]
+
     def build(
         self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
     ) -> BlockHead:
@@ -177,7 +182,9 @@ class BlockHead(BorrowingHead):
             # The target's embedding seen through random directions: tokens that are alike there
             # are corrected alike from the start, rare ones too.
             table = borrowed.embedding.to(self.markov_in.weight)
-            table = (table - table.mean(0)) @ self.markov_in.weight[: table.shape[1]].clone()
+            # As many directions as it is wide; a vocabulary may have fewer tokens than that.
+            directions = self.markov_in.weight[torch.arange(table.shape[1]) % len(table)]
+            table = (table - table.mean(0)) @ directions
             self.markov_in.weight.copy_(F.normalize(table, dim=-1))
 
     # The parts that training and decoding share

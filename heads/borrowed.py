@@ -49,6 +49,13 @@ def borrow(
     else:
         tensors = {name: _stored(Path(source), name) for name in set(names)}
         where = str(source)
+        bias = contract.output.removesuffix("weight") + "bias"
+        # As `describe` does, which is not asked here; token readers use the output module whole.
+        if contract.layers and _holds(Path(source), bias):
+            raise ContractError(
+                f"{where}: output rows with a bias ({bias}) are not supported; use a target whose "
+                "lm_head has none"
+            )
     table = (contract.vocab_size, contract.hidden_size)
     for name in set(names):
         expected = table[1:] if name == contract.norm else table
@@ -75,6 +82,15 @@ def _live(model: PreTrainedModel, name: str) -> Tensor:
         raise ContractError(
             f"{type(model).__name__} has no parameter {name}, which the head borrows"
         ) from error
+
+
+def _holds(folder: Path, name: str) -> bool:
+    """Whether a folder that others were read from has this tensor, too."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return name in json.loads(index.read_text())["weight_map"]
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        return name in tensors.keys()  # noqa: SIM118  (a safetensors handle is no mapping)
 
 
 def _stored(folder: Path, name: str) -> Tensor:

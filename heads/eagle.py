@@ -64,6 +64,9 @@ class EagleSettings(BorrowingSettings):
     def captured(self, num_layers: int) -> tuple[int, ...]:
         return (LAST,)
 
+    def without_effect(self) -> list[str]:
+        return ["detach_passes"] if self.unroll_steps == 1 and not self.detach_passes else []
+
     def build(
         self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
     ) -> EagleHead:

@@ -47,8 +47,9 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead
             expected = {k: tuple(v.shape) for k, v in head_class(config).state_dict().items()}
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {where}: {first['msg']}") from error
+        where = ".".join(map(str, first["loc"]))  # nowhere, for a mistake of several settings
+        problem = first["msg"].removeprefix("Value error, ")
+        raise ValueError(": ".join(filter(None, (str(path), where, problem)))) from error
     problems = [f"missing {name}" for name in expected if name not in shapes]
     problems += [f"surplus {name}" for name in shapes if name not in expected]
     problems += [

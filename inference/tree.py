@@ -166,7 +166,7 @@ class Shape:
 
     def __str__(self) -> str:
         if self.stop is not None:
-            return f"stop:{self.depth}:{self.stop:g}"
+            return f"stop:{self.depth}:{self.stop}"
         if self.is_chain:
             return f"chain:{self.depth}"
         kind = "auto" if self.by_cost else "tree"
@@ -265,7 +265,7 @@ def parse_shape(text: str) -> TreeShape:
     if match := re.fullmatch(r"chain:(\d+)", text):
         depth = int(match[1])
         return Shape(depth, 1, depth)
-    if match := re.fullmatch(r"stop:(\d+):(\d+|\d*\.\d+)", text):
+    if match := re.fullmatch(r"stop:(\d+):((\d+|\d*\.\d+)(e-\d+)?)", text):
         depth = int(match[1])
         return Shape(depth, 1, depth, stop=float(match[2]))
     if match := re.fullmatch(r"(tree|auto):(\d+)x(\d+):(\d+)", text):

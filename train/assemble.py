@@ -6,7 +6,7 @@ Everything that can be refused is refused before the target is loaded. It runs n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.contract import Contract, check_layers
 from drafthead.heads.vocabulary import count_tokens, draft_vocabulary
 from drafthead.inference.target import Target
+from drafthead.train.checkpoint import load_weights
 from drafthead.train.config import DataConfig, RunConfig, TargetConfig
 from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
@@ -74,11 +75,13 @@ def assemble(
     engine: Engine,
     watch: Stopwatch,
     known: Callable[[str], None] = lambda content: None,
+    begun: Mapping[str, Tensor] | None = None,
 ) -> Assembly:
     """Read and tokenise, load the target if need be, build and bind the head.
 
-    `known` is told the content of the data before the target is loaded, and may refuse it. Raises
-    ValueError or OSError.
+    `known` is told the content of the data before the target is loaded, and may refuse it. `begun`:
+    weights of a run that goes on, which has no more need of `training.start`. Raises ValueError or
+    OSError.
     """
     check_live(config, engine)
     outline = outline_of(target_folder(config.target, engine), config.target.revision)
@@ -87,8 +90,11 @@ def assemble(
     known(texts.content)
     taught = teacher(config, engine, outline, texts, layers)
     head = build_head(config, outline, taught.contract, texts.train)
-    start = config.training.start
-    given = {} if start is None else begin_from(start, head)
+    given: Mapping[str, Tensor] = begun or {}
+    if begun is not None:
+        load_weights(head, begun)
+    elif config.training.start is not None:
+        given = begin_from(config.training.start, head)
     device = engine.device
     head.to(device)  # type: ignore[arg-type]
     with torch.autocast(device.type, torch.bfloat16, enabled=engine.bf16):

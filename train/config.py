@@ -219,6 +219,7 @@ class RunConfig(Settings):
     def without_effect(self) -> list[str]:
         """Settings that were given but that the others leave nothing to act on."""
         training, schedule, data = self.training, self.schedule, self.data
+        one = self.head.unroll_steps == 1  # depth, which nothing is weighed against
         idle = {
             "training.eval_every": training.eval_every and not data.heldout,
             "data.heldout_positions": data.heldout_positions and not data.heldout,
@@ -230,14 +231,17 @@ class RunConfig(Settings):
             "data.max_bytes": data.max_bytes and training.features != "fill",
             "data.states_dtype": data.states_dtype != "bfloat16" and training.features != "fill",
             "training.lk_eta": training.loss != "lk" and self._given("lk_eta"),
-            "training.depth_decay": training.position_weights != "decay"
+            "training.depth_decay": (training.position_weights != "decay" or one)
             and self._given("depth_decay"),
-            "training.depth_scale": training.position_weights != "exp"
+            "training.depth_scale": (training.position_weights != "exp" or one)
             and self._given("depth_scale"),
-            "training.alive_prefix": training.alive_prefix and self.head.unroll_steps == 1,
+            "training.alive_prefix": training.alive_prefix and one,
             "training.heldout_depth": training.heldout_depth and not data.heldout,
+            "training.confidence_loss": self._given("confidence_loss")
+            and not getattr(self.head, "confidence", False),
         }
-        return [name for name, without in idle.items() if without]
+        of_head = (f"head.{name}" for name in self.head.without_effect())
+        return [*(name for name, without in idle.items() if without), *of_head]
 
     def _given(self, name: str) -> bool:
         """Whether a setting of `training` is not the default one."""
@@ -317,8 +321,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, ValueError) and (
-        isinstance(inner, ConfigError) or first["loc"] == ("head",)
-    ):
+        isinstance(inner, ConfigError) or first["loc"] in ((), ("head",))
+    ):  # it names the setting itself
         return str(inner)
     loc = [str(part) for part in first["loc"]]
     where = ".".join([*([prefix] if prefix else []), *loc])

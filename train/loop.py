@@ -25,7 +25,7 @@ from drafthead.data.batches import epoch_order
 from drafthead.data.files import write_atomically
 from drafthead.heads.base import DraftHead, TeacherBatch
 from drafthead.train.assemble import Assembly, assemble
-from drafthead.train.checkpoint import LoopState, check_settings
+from drafthead.train.checkpoint import LoopState, check_settings, load_checkpoint
 from drafthead.train.config import RunConfig
 from drafthead.train.engine import Engine
 from drafthead.train.heldout import simulate, summarise
@@ -66,8 +66,11 @@ def run(
             if resume:
                 check_settings(folder.last, {CONTENT: content})
 
+        # The head that was begun from, whose vocabulary this one took over, may be another by now.
+        again = resume and config.training.start is not None
+        begun = load_checkpoint(folder.last).weights if again else None
         watch = Stopwatch(torch.cuda.synchronize if engine.device.type == "cuda" else None)
-        parts = assemble(config, engine, watch, known)
+        parts = assemble(config, engine, watch, known, begun)
         parts.announce()
         trainer = Trainer(config, engine, parts, folder, watch, progress)
         trainer.start(resume)

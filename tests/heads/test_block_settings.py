@@ -55,6 +55,12 @@ def test_tokens_that_are_alike_are_corrected_alike_from_the_start() -> None:
     assert alike[7, 9:].abs().mean() < 0.3
 
 
+def test_a_vocabulary_smaller_than_the_target_is_wide_starts_too() -> None:
+    """As that of a target that reads bytes may be: 40 tokens, 64 wide."""
+    head = built(tiny_target(vocab_size=40), BlockSettings(draft_vocab_size=None, markov_rank=8))
+    torch.testing.assert_close(head.markov_in.weight.norm(dim=-1), torch.ones(40))
+
+
 def test_a_logit_transform_comes_after_the_correction(target: LlamaForCausalLM) -> None:
     """Softcapped targets: the sum is capped, so no draft logit leaves the bound."""
     head = block_head("block", target)

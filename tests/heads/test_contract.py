@@ -23,7 +23,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from drafthead.heads.borrowed import borrow
 from drafthead.heads.contract import (
+    LAST,
     Contract,
     ContractError,
     check_layers,
@@ -193,6 +195,18 @@ def test_biased_output_rows_are_refused() -> None:
     sizes = {k: v for k, v in SIZES.items() if k != "head_dim"}
     with pytest.raises(ContractError, match="bias"):
         describe(PhiForCausalLM(PhiConfig(**sizes)), None, (1,), {})
+
+
+def test_biased_output_rows_are_refused_from_files_too(tmp_path: Path) -> None:
+    """A store of last states alone was made without a look at them: other heads use them whole."""
+    model = PhiForCausalLM(PhiConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
+    contract = describe(model, None, (), {})
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "several", max_shard_size="20KB")
+    for folder in (tmp_path / "one", tmp_path / "several"):
+        with pytest.raises(ContractError, match=r"lm_head\.bias"):
+            borrow(folder, contract.model_copy(update={"layers": (LAST,)}), None, True)
+        assert borrow(folder, contract, None, True).rows.equal(model.lm_head.weight)
 
 
 def test_partitioned_parameters_are_refused() -> None:

@@ -255,6 +255,17 @@ def test_f74_a_config_of_another_layout_is_refused(
             load_head(folder)
 
 
+def test_a_config_that_contradicts_itself_is_one_line(
+    target: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    build(target).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["settings"]["intermediate_size"] = 48
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json: head\.intermediate_size: only [^\n]+$"):
+        load_head(tmp_path)
+
+
 def test_a_target_of_no_single_inner_width() -> None:
     target = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=8, n_head=2))
     contract = describe(target, None, (LAST,), {})

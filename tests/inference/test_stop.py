@@ -297,7 +297,7 @@ def test_ratio_rules_verify_what_stopped(
 
 
 def test_a_stop_is_written_as_it_is_read() -> None:
-    for text in ("stop:7:0.3", "stop:1:0.05"):
+    for text in ("stop:7:0.3", "stop:1:0.05", "stop:3:1e-05", "stop:3:0.1234567"):
         assert str(parse_shape(text)) == text
     shape = parse_shape("stop:4:.5")
     assert (shape.depth, shape.nodes, shape.width, shape.is_chain) == (4, 4, 1, True)

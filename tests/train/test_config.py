@@ -85,6 +85,11 @@ def test_mistakes_are_one_line_with_the_dotted_path(
     assert "\n" not in str(caught.value)
 
 
+def test_a_mistake_of_several_settings_of_a_head_is_named_once(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^head\.intermediate_size: only head\.prefix_attention"):
+        load_config(file, ["head.type=hydra", "head.intermediate_size=5"])
+
+
 def test_a_missing_field_a_missing_file_and_broken_yaml_are_one_line(
     file: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +129,16 @@ def test_settings_are_frozen_and_round_trip_through_their_dump(file: Path) -> No
         (["training.alive_prefix=true"], []),
         (["training.heldout_depth=5"], ["training.heldout_depth"]),
         (["training.heldout_depth=5", "data.heldout=a"], []),
+        (["training.depth_decay=0.5", "head.unroll_steps=1"], ["training.depth_decay"]),
+        (["training.confidence_loss=0.5"], ["training.confidence_loss"]),
+        (["training.confidence_loss=0.5", "head.type=block"], []),
+        (
+            ["head.type=block", "head.unroll_steps=1", "head.causal=true", "head.mask_token_id=4"],
+            ["head.mask_token_id", "head.causal"],
+        ),
+        (["head.type=block", "head.unroll_steps=2", "head.causal=true"], []),
+        (["head.type=eagle", "head.detach_passes=false"], ["head.detach_passes"]),
+        (["head.type=eagle", "head.detach_passes=false", "head.unroll_steps=2"], []),
         ([], []),
     ],
 )

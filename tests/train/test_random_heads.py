@@ -16,8 +16,9 @@ from trainers import make_trainer
     [
         ({"type": "eagle", "draft_vocab_size": 256}, {"feature_noise": 0.0}),
         ({"type": "hydra", "draft_vocab_size": 256, "dropout": 0.2}, {"dropout": 0.0}),
+        ({"type": "block", "draft_vocab_size": 256, "num_layers": 1}, {"anchor_share": 1.0}),
     ],
-    ids=["eagle", "hydra"],
+    ids=["eagle", "hydra", "block"],
 )
 def test_f30_a_steps_noise_depends_on_its_number_alone(
     make_config: MakeConfig, head: dict[str, Any], without: dict[str, Any]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_runs import MakeConfig, three_layers, write_target
-from torch import nn
+from torch import Tensor, nn
 from trainers import make_trainer
 
 from drafthead.heads import load_head
-from drafthead.train.checkpoint import head_weights
+from drafthead.train.checkpoint import head_weights, load_checkpoint
 from drafthead.train.config import RunConfig
 from drafthead.train.loop import run
 
@@ -66,6 +67,28 @@ def test_what_the_other_head_lacks_starts_as_in_a_new_one(begin: Any) -> None:
         assert torch.equal(weights[f"medusa_head.{depth}.1.weight"], rows)
     assert weights["medusa_head.1.0.linear.weight"].any(), "the trained heads are taken"
     assert not weights["medusa_head.2.0.linear.weight"].any()
+
+
+def test_f30_a_run_goes_on_without_the_head_that_it_began_from(begin: Any, tmp_path: Path) -> None:
+    """That head, whose vocabulary it took over, is gone by then: cut or straight, the same head."""
+
+    def cut(out: str, steps: int) -> RunConfig:
+        config: RunConfig = begin(data={"positions": 40}, schedule={"kind": "constant"})
+        training = config.training.model_copy(update={"max_steps": steps, "epochs": None})
+        return config.model_copy(update={"training": training, "out": tmp_path / out})
+
+    def last(config: RunConfig) -> dict[str, Tensor]:
+        return load_checkpoint(config.out / "checkpoints/last.safetensors").weights
+
+    run(straight := cut("straight", 4))
+    run(cut("cut", 2))
+    resumed = cut("cut", 4)
+    assert resumed.training.start is not None
+    shutil.rmtree(resumed.training.start)
+    head = load_head(run(resumed, resume=True).head)
+    assert last(resumed).keys() == last(straight).keys() > {"d2t"}
+    assert all(torch.equal(tensor, last(resumed)[name]) for name, tensor in last(straight).items())
+    assert torch.equal(head.state_dict()["d2t"], last(straight)["d2t"])
 
 
 def test_heads_that_do_not_fit_are_refused_in_one_line(begin: Any, tmp_path: Path) -> None:
