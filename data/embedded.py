@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 """Stands for the embedded target wherever a Hub id or a folder is asked for."""
+REFERENCE = "reference"
+"""Stands for the head that comes with it wherever the folder of a head is asked for."""
 TARGET_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "embedded.json"
 """In a converted folder: where it came from and the sha256 of each file."""
@@ -127,6 +129,11 @@ def data_path(name: str) -> Path:
 def sample_path(name: str) -> Path:
     """Give the path of an embedded sample of conversations, `train` or `test`."""
     return _packaged(f"samples/{name.removeprefix('samples/')}", "sample", (".jsonl.gz",))
+
+
+def reference_head() -> Path:
+    """Give the folder of the head of the embedded target that comes with the package."""
+    return Path(str(resources.files("drafthead.configs"))) / REFERENCE
 
 
 def preset_path(name: str) -> Path:

@@ -16,7 +16,7 @@ import torch
 
 from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Prompt, read_prompts
-from drafthead.data.embedded import data_path
+from drafthead.data.embedded import REFERENCE, data_path, reference_head
 from drafthead.heads import load_head
 from drafthead.heads.base import DraftHead
 from drafthead.inference.decoder import check_prompt
@@ -192,7 +192,12 @@ def _names(who: str, shapes: Sequence[TreeShape]) -> list[str]:
 
 
 def opened(folder: Path, dtype: str) -> DraftHead:
-    """Load a head, unbound; before its target, which takes longer and would be loaded in vain."""
+    """Load a head, unbound; before its target, which takes longer and would be loaded in vain.
+
+    `reference` is the one that comes with the embedded target, where no folder is called so.
+    """
+    if str(folder) == REFERENCE and not folder.exists():
+        folder = reference_head()
     return load_head(folder, getattr(torch, dtype))
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.embedded import default_target, fetch_target
+from drafthead.data.embedded import REFERENCE, default_target, fetch_target
 from drafthead.data.files import write_atomically
 from drafthead.inference.compare import Comparison, compare
 from drafthead.inference.evaluate import Settings
@@ -24,7 +24,8 @@ from drafthead.train.record import RunFolder
 from drafthead.train.result import Tick, TrainResult
 
 PRESET = "smollm2-eagle3"
-ROWS = ("plain", "lookup", "head", "merged")
+ROWS = ("plain", "lookup", "head", "merged", "reference head", "reference merged")
+"""The last two are of the head that comes with the package, against plain decoding beside it."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class DemoSize:
     prompts: int = 12
     new_tokens: int = 64
     tree: str = "chain:2"
+    reference_tree: str = "auto:4x4:12"
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,12 @@ def demo(out: Path, size: DemoSize, watcher: Watcher) -> dict[str, Any]:
         settings=Settings(max_new_tokens=size.new_tokens),
     )
     measured = compare(asked, progress=watcher.prompts, stage=watcher.stage)
+    watcher.stage("evaluating the reference head, trained for longer")
+    other = replace(asked, head=Path(REFERENCE), trees=(size.reference_tree,))
+    reference = compare(other, progress=watcher.prompts, stage=watcher.stage)["records"]
     training = {k: v for k, v in asdict(trained).items() if k not in ("head", "out")}
     result: dict[str, Any] = measured.pop("records") | measured | {"training": training}
+    result |= {f"reference {name}": reference[name] for name in ("head", "merged")}
     result["seconds"] = time.monotonic() - began
     _write(out, result)
     return result

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 TargetOption = Annotated[str, typer.Option("--target", help="Hub id, folder, or `embedded`.")]
 HeadOption = Annotated[
-    Path | None, typer.Option("--head", help="Folder of a trained head that drafts.")
+    Path | None,
+    typer.Option(
+        "--head",
+        help="Folder of a trained head that drafts; `reference`: that of the embedded target.",
+    ),
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 SiblingOption = Annotated[
