@@ -157,7 +157,7 @@ def _head_seconds(
     A step is timed in a round of its own: some heads make a depth's logits once in a round.
     """
     runs = repeats + 1
-    state = head.open(batch, len(prompt) + 2 * runs + width)
+    state = head.open(batch, len(prompt) + runs + width)
     device = head.draft_ids.device
     ids = torch.tensor([list(prompt)] * batch, device=device)
     if features is None:
@@ -165,16 +165,15 @@ def _head_seconds(
     features = features.expand(batch, -1, -1)
     head.extend(state, features, ids, torch.full((batch,), len(prompt)))
     one = torch.ones(batch, dtype=torch.long)
-    extend = _timed(lambda: head.extend(state, features[:, -1:], ids[:, -1:], one), repeats)
-    if head.max_depth == 1:
-        return extend, 0.0
     nodes, below = ids[:, :1].expand(batch, width), torch.full((batch, width), -1, device=device)
-
-    def round_of_two() -> None:
-        head.extend(state, features[:, -1:], ids[:, -1:], one)
-        head.expand(state, nodes, below)
-
-    return extend, max(0.0, _timed(round_of_two, repeats) - extend)
+    times = []
+    for _ in range(runs):
+        extend = _seconds(lambda: head.extend(state, features[:, -1:], ids[:, -1:], one))
+        deeper = head.max_depth != 1
+        step = _seconds(lambda: head.expand(state, nodes, below)) if deeper else 0.0
+        times.append((extend, step))
+    extends, steps = zip(*times[1:], strict=True)  # the first is not counted
+    return median(extends), median(steps)
 
 
 def _timed(work: Callable[[], object], repeats: int) -> float:

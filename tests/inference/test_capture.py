@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from drafthead.heads.contract import LAST
 from drafthead.inference.target import Target
 
 
@@ -63,7 +64,21 @@ def test_f14_a_layer_id_is_the_stream_entering_that_layer(
     torch.testing.assert_close(decoded, features, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("layers", [(0,), (-1,), (7,), (2, 2), (4, 2)])
+def test_f14_layer_minus_one_is_what_the_output_rows_see(target32: Target) -> None:
+    """In training, of a prompt, and of a verify pass; beside other layers it comes first."""
+    assert isinstance(target32.model, LlamaForCausalLM)
+    ids = prompt_of(9)
+    features, last = target32.states(torch.tensor([ids]), (LAST, 3))
+    width = last.shape[-1]
+    assert torch.equal(features[..., :width], last)
+    assert torch.equal(features[..., width:], target32.states(torch.tensor([ids]), (3,))[0])
+    seen = target32.prefill(target32.open(1, 16), 0, ids, (LAST,))
+    assert seen.features is not None
+    torch.testing.assert_close(seen.features, last)
+    torch.testing.assert_close(target32.unembed(seen.features[:, -1:]), seen.logits)
+
+
+@pytest.mark.parametrize("layers", [(0,), (-2,), (3, -1), (7,), (2, 2), (4, 2)])
 def test_f14_ids_outside_the_convention_are_refused(
     target32: Target, layers: tuple[int, ...]
 ) -> None:

@@ -74,7 +74,7 @@ def test_f14_the_store_holds_the_streams_that_the_convention_names(
     assert "entering layer L" in manifest.layer_ids
 
 
-@pytest.mark.parametrize("layers", [(-1, 2, 3), (1, 2, 4), (2, 2, 3), (0, 1, 2)])
+@pytest.mark.parametrize("layers", [(-2, 2, 3), (1, 2, 4), (2, 2, 3), (0, 1, 2)])
 def test_f14_ids_outside_the_convention_are_refused_before_the_target_is_loaded(
     make_config: MakeConfig, tmp_path: Path, layers: tuple[int, ...]
 ) -> None:
