@@ -29,11 +29,11 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, initialization
 
 from drafthead.heads.base import HeadState, Prediction, TeacherBatch, register
 from drafthead.heads.block_layer import BlockLayer, BlockMemory, BlockPlan, Turns
-from drafthead.heads.blocks import Attention, GatedMLP, RMSNorm, active_slots
+from drafthead.heads.blocks import RMSNorm, active_slots
 from drafthead.heads.borrowed import Borrowed
-from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
 from drafthead.heads.calibration import acceptance, fit_temperatures
 from drafthead.heads.contract import Contract
+from drafthead.heads.fused import FusedHead, FusedSettings
 from drafthead.heads.geometry import HeadConfig
 
 
@@ -44,7 +44,7 @@ def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
 
 
 @register("block")
-class BlockSettings(BorrowingSettings):
+class BlockSettings(FusedSettings):
     """What a user chooses about a block head."""
 
     type: Literal["block"] = "block"
@@ -52,10 +52,6 @@ class BlockSettings(BorrowingSettings):
     """Tokens that one block drafts."""
     num_layers: int = Field(default=2, ge=1)
     """Draft layers."""
-    layers: tuple[int, ...] | None = None
-    """Captured states, ascending ids of the contract's convention; None = five, evenly spread."""
-    norm_features: bool = True
-    """Norm each captured state before they are fused."""
     causal: bool = False
     """Whether inputs see only the earlier ones of their block (JetSpec), or all of them."""
     anchor_predicts: bool = True
@@ -68,12 +64,6 @@ class BlockSettings(BorrowingSettings):
     """Predict the chance that a draft is accepted, for trees and stops."""
     anchor_share: float = Field(default=0.5, gt=0, le=1)
     """Share of the supervised slots that are anchors in training, drawn anew in each step."""
-    start_logit_scale: float = Field(default=0.3, gt=0)
-    """First weight of the final norm over the target's: below 1 the first guesses are modest."""
-    rope_theta: float | None = Field(default=None, gt=0)
-    """Rotary base of the draft layers; None = the target's, or 10,000 where it has none."""
-    intermediate_size: int | None = Field(default=None, ge=1)
-    """Width inside the draft layers' MLPs; None = the target's."""
 
     def captured(self, num_layers: int) -> tuple[int, ...]:
         return self.layers or spread_layers(num_layers)
@@ -86,8 +76,7 @@ class BlockSettings(BorrowingSettings):
     def build(
         self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
     ) -> BlockHead:
-        if self.layers is not None and self.layers != contract.layers:
-            raise ValueError(f"head.layers: {self.layers} asked for, not {contract.layers}")
+        self.check_layers(contract)
         if self.mask_token_id is not None and self.mask_token_id >= contract.vocab_size:
             raise ValueError(
                 f"head.mask_token_id: {self.mask_token_id} is not below the target's vocabulary "
@@ -114,7 +103,7 @@ class BlockConfig(HeadConfig):
     model_type = "drafthead_block"
 
 
-class BlockHead(BorrowingHead):
+class BlockHead(FusedHead):
     """See the module docstring. Tensors that DFlash has, too, are named as there."""
 
     config_class = BlockConfig
@@ -129,12 +118,9 @@ class BlockHead(BorrowingHead):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         settings, width, eps = self.settings, config.hidden_size, config.rms_norm_eps
-        captured, rank = self.contract.layers, settings.markov_rank
+        rank = settings.markov_rank
         self.max_depth = settings.unroll_steps
         self.size = settings.unroll_steps + (not settings.anchor_predicts)
-        if settings.norm_features:
-            self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in captured)
-        self.fc = nn.Linear(len(captured) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
         if settings.mask_token_id is None:
             self.mask_embedding = nn.Embedding(1, width)
@@ -162,22 +148,12 @@ class BlockHead(BorrowingHead):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]
-        # Two branches a layer write to the residual stream; together they start at the size of one.
-        std = self.config.initializer_range * (2 * self.config.num_hidden_layers) ** -0.5
-        if isinstance(module, Attention):
-            initialization.normal_(module.o_proj.weight, std=std)
-        elif isinstance(module, GatedMLP):
-            initialization.normal_(module.down_proj.weight, std=std)
-        elif module is self and self.settings.markov_rank:
+        super()._init_weights(module)
+        if module is self and self.settings.markov_rank:
             initialization.zeros_(self.markov_out.weight)
 
     def start_weights(self, borrowed: Borrowed) -> None:
-        scale = self.settings.start_logit_scale
-        if borrowed.norm is None:
-            self.norm.weight.fill_(scale)
-        else:
-            self.norm.weight.copy_(borrowed.norm * scale)
+        super().start_weights(borrowed)
         if self.settings.markov_rank:
             # The target's embedding seen through random directions: tokens that are alike there
             # are corrected alike from the start, rare ones too.
@@ -193,15 +169,8 @@ class BlockHead(BorrowingHead):
     def draft_layers(self) -> list[BlockLayer]:
         return cast(list[BlockLayer], list(self.layers))
 
-    def _fuse(self, features: Tensor) -> Tensor:
-        """(B, n, L * D) captured states → (B, n, D)."""
-        features = features.to(self.compute_dtype())
-        if self.settings.norm_features:
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            features = torch.cat(normed, dim=-1)
-        out: Tensor = self.hidden_norm(self.fc(features))
-        return out
+    def fuse(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.hidden_norm(super().fuse(features)))
 
     def _inputs(self, anchors: Tensor) -> Tensor:
         """(B, m) tokens → (B, m * S, D): each one's embedding, and masks after it."""
@@ -279,7 +248,7 @@ class BlockHead(BorrowingHead):
         """The layers' outputs, (B, m * S, D), for the blocks after (B, m) slots."""
         T, size = batch.ids.shape[1], self.size
         n = int(slots.max()) + 1 if slots.numel() else 0
-        context = self._fuse(batch.features[:, :n])
+        context = self.fuse(batch.features[:, :n])
         place = torch.arange(n, device=slots.device)
         context_turns = self.turns(place - starts[:, :n], T + size)
         anchors = batch.ids.gather(1, (slots + 1).clamp(max=T - 1))
@@ -343,7 +312,7 @@ class BlockHead(BorrowingHead):
         assert isinstance(state, BlockMemory)
         length = state.capacity + self.size + 1
         turns = self.turns(state.next_positions(next_ids.shape[1]), length)
-        context = self._fuse(features)
+        context = self.fuse(features)
         pairs = [layer.keys_values(context, turns) for layer in self.draft_layers]
         state.commit(pairs, next_ids, counts)
 

@@ -26,6 +26,7 @@ from drafthead.heads.blocks import (
     rotate,
     write_rows,
 )
+from drafthead.heads.memory import depths_below
 
 CHUNK = 512
 """Queries whose mask and scores exist at one time in `BlockPlan.attend`."""
@@ -226,11 +227,7 @@ class BlockMemory(HeadState):
 
     def add(self, ids: Tensor, parents: Tensor) -> Tensor:
         """Hold m nodes below earlier ones, -1 the root; their depths (B, m)."""
-        nodes = self.depths.shape[1] - 1
-        low, high = (int(bound) for bound in parents.aminmax())
-        if low < -1 or high >= nodes:
-            raise ValueError(f"parents {low}..{high}: this round has {nodes} nodes; -1 is the root")
-        depths = self.depths[self.row, parents + 1] + 1
+        depths = depths_below(self.depths, parents)
         if int(depths.max()) >= self.logits.shape[1]:
             raise ValueError(
                 f"node of depth {int(depths.max())}: the block drafts {self.logits.shape[1]} "

@@ -21,22 +21,20 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, initialization
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from drafthead.heads.base import HeadState, Prediction, TeacherBatch, register
 from drafthead.heads.blocks import (
-    Attention,
     Eagle3Layer,
-    GatedMLP,
     RMSNorm,
     active_slots,
     take_slots,
     unroll_attention,
 )
 from drafthead.heads.borrowed import Borrowed
-from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
 from drafthead.heads.contract import Contract, default_layers
 from drafthead.heads.decoder_layer import DecoderLayer
+from drafthead.heads.fused import FusedHead, FusedSettings
 from drafthead.heads.geometry import HeadConfig
 from drafthead.heads.stack import StackMemory, attend_new
 from drafthead.heads.warm_start import MODESTY, Moments
@@ -48,27 +46,17 @@ Held = list[tuple[list[Tensor], list[Tensor]]]
 
 
 @register("eagle3")
-class Eagle3Settings(BorrowingSettings):
+class Eagle3Settings(FusedSettings):
     """What a user chooses about an EAGLE-3 head."""
 
     type: Literal["eagle3"] = "eagle3"
     unroll_steps: int = Field(default=3, ge=1)
-    layers: tuple[int, ...] | None = None
-    """Captured states, ascending ids of the contract's convention; None = (2, n // 2, n - 3)."""
-    norm_features: bool = True
-    """Norm each captured state before it is fused (EAGLE-3.1)."""
     norm_output: bool = False
     """Feed the next step the output after the final norm (EAGLE-3.1) instead of before it."""
     own_rows: bool = False
     """Train output rows of its own, started from the target's; otherwise they are borrowed."""
-    start_logit_scale: float = Field(default=0.3, gt=0)
-    """First weight of the final norm over the target's: below 1 the first guesses are modest."""
     feature_loss: float = Field(default=0.0, ge=0)
     """Weight of a smooth-L1 loss between the normed output and the target's state."""
-    rope_theta: float | None = Field(default=None, gt=0)
-    """Rotary base of the draft layer; None = the target's, or 10,000 where it has none."""
-    intermediate_size: int | None = Field(default=None, ge=1)
-    """Width inside the draft layers' MLPs; None = the target's."""
     num_layers: int = Field(default=1, ge=1)
     """Draft layers: EAGLE-3's own, and ordinary ones above it."""
 
@@ -78,8 +66,7 @@ class Eagle3Settings(BorrowingSettings):
     def build(
         self, contract: Contract, target: PreTrainedConfig, draft_ids: Tensor | None
     ) -> Eagle3Head:
-        if self.layers is not None and self.layers != contract.layers:
-            raise ValueError(f"head.layers: {self.layers} asked for, not {contract.layers}")
+        self.check_layers(contract)
         size = self.vocabulary_size(contract, draft_ids)
         config = Eagle3Config.of(
             self,
@@ -101,7 +88,7 @@ class Eagle3Config(HeadConfig):
     model_type = "drafthead_eagle3"
 
 
-class Eagle3Head(BorrowingHead):
+class Eagle3Head(FusedHead):
     """See the module docstring; the stored tensors are exactly those of the published layout."""
 
     config_class = Eagle3Config
@@ -113,10 +100,6 @@ class Eagle3Head(BorrowingHead):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         width, eps, size = config.hidden_size, config.rms_norm_eps, config.draft_vocab_size
-        captured = self.contract.layers
-        if self.settings.norm_features:
-            self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in captured)
-        self.fc = nn.Linear(len(captured) * width, width, bias=False)
         inner, activation = config.intermediate_size, config.hidden_act
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         layer = Eagle3Layer(width, inner, heads, kv_heads, config.head_dim, eps, activation)
@@ -127,22 +110,8 @@ class Eagle3Head(BorrowingHead):
             self.lm_head = nn.Linear(width, size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]
-        # Two branches of each layer write to the stream; together they start at the size of one.
-        std = self.config.initializer_range * (2 * self.config.num_hidden_layers) ** -0.5
-        if isinstance(module, Attention):
-            initialization.normal_(module.o_proj.weight, std=std)
-        elif isinstance(module, GatedMLP):
-            initialization.normal_(module.down_proj.weight, std=std)
-
     def start_weights(self, borrowed: Borrowed) -> None:
-        scale = self.settings.start_logit_scale
-        if borrowed.norm is None:
-            self.norm.weight.fill_(scale)
-        else:
-            self.norm.weight.copy_(borrowed.norm * scale)
+        super().start_weights(borrowed)
         if self.settings.own_rows:
             self.lm_head.weight.copy_(borrowed.rows)
 
@@ -158,16 +127,6 @@ class Eagle3Head(BorrowingHead):
         if isinstance(layer, Eagle3Layer):
             return layer.inputs(embedded, stream)
         return layer.inputs(stream)
-
-    def _fuse(self, features: Tensor) -> Tensor:
-        """(B, n, L * D) captured states → (B, n, D)."""
-        features = features.to(self.compute_dtype())
-        if self.settings.norm_features:
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            features = torch.cat(normed, dim=-1)
-        out: Tensor = self.fc(features)
-        return out
 
     def _fed_back(self, outputs: Tensor) -> Tensor:
         """The layer's output → what the next step reads as hidden; both (…, D)."""
@@ -196,7 +155,7 @@ class Eagle3Head(BorrowingHead):
         held: Held = [([], []) for _ in self.layers]
         tokens = F.embedding(batch.ids[:, 1 : 1 + n], embedding)
         x, stream = self._climb(
-            tokens, self._fuse(batch.features[:, :n]), turns, every, starts[:, :n], held
+            tokens, self.fuse(batch.features[:, :n]), turns, every, starts[:, :n], held
         )
         x, stream, starts = take_slots(x, slots), take_slots(stream, slots), starts.gather(1, slots)
         for i in range(steps):
@@ -291,7 +250,7 @@ class Eagle3Head(BorrowingHead):
         row, committed, memories = state.row, counts.tolist(), state.layers
         positions = state.next_positions(next_ids.shape[1])
         turns = self.turns(positions, state.capacity)
-        embedded, stream = F.embedding(next_ids, self.bound()[0]), self._fuse(features)
+        embedded, stream = F.embedding(next_ids, self.bound()[0]), self.fuse(features)
         for layer, memory in zip(self._stack(), memories, strict=True):
             x = self._inputs(layer, embedded, stream)
             memory.commit(*layer.keys_values(x, *turns), committed)

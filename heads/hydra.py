@@ -32,7 +32,7 @@ from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
 from drafthead.heads.contract import LAST, Contract
 from drafthead.heads.decoder_layer import DecoderLayer
 from drafthead.heads.geometry import HeadConfig
-from drafthead.heads.memory import LayerMemory
+from drafthead.heads.memory import LayerMemory, depths_below
 
 
 @register("hydra")
@@ -138,11 +138,8 @@ class HydraMemory(HeadState):
 
     def add(self, ids: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Hold m nodes (B, m) below their parents: their depths (B, m) and paths (B, m, K)."""
-        low, high = (int(bound) for bound in parents.aminmax())
-        nodes, most = self.depths.shape[1] - 1, self.paths.shape[2] - 1
-        if low < -1 or high >= nodes:
-            raise ValueError(f"parents {low}..{high}: this round has {nodes} nodes; -1 is the root")
-        depths = self.depths[self.row, parents + 1] + 1
+        most = self.paths.shape[2] - 1
+        depths = depths_below(self.depths, parents)
         if int(depths.max()) > most:
             raise ValueError(
                 f"a node of depth {int(depths.max())}: the head drafts {most + 1} tokens at most"

@@ -27,6 +27,7 @@ from drafthead.heads.borrowed import Borrowed
 from drafthead.heads.borrowing import BorrowingHead, BorrowingSettings
 from drafthead.heads.contract import LAST, Contract
 from drafthead.heads.geometry import HeadConfig
+from drafthead.heads.memory import depths_below
 
 
 class MedusaOptions(BorrowingSettings):
@@ -97,11 +98,7 @@ class MedusaMemory(HeadState):
 
     def add(self, parents: Tensor) -> Tensor:
         """Hold nodes below their parents (B, m), -1 the root; their depths (B, m), from 1 on."""
-        nodes = self.depths.shape[1] - 1
-        low, high = (int(bound) for bound in parents.aminmax())
-        if low < -1 or high >= nodes:
-            raise ValueError(f"parents {low}..{high}: this round has {nodes} nodes; -1 is the root")
-        depths = self.depths[self.row, parents + 1] + 1
+        depths = depths_below(self.depths, parents)
         self.depths = torch.cat((self.depths, depths), dim=1)
         return depths
 

@@ -21,6 +21,18 @@ from drafthead.heads.base import HeadState
 from drafthead.heads.blocks import masked_attention, write_rows
 
 
+def depths_below(depths: Tensor, parents: Tensor) -> Tensor:
+    """Depths of nodes below (B, m) parents, -1 the root; ValueError for one that is not there.
+
+    depths: (B, 1 + N) of the nodes of this round so far, the root first.
+    """
+    low, high = (int(bound) for bound in parents.aminmax())
+    nodes = depths.shape[1] - 1
+    if low < -1 or high >= nodes:
+        raise ValueError(f"parents {low}..{high}: this round has {nodes} nodes; -1 is the root")
+    return depths.gather(1, parents + 1) + 1
+
+
 class LayerMemory(HeadState):
     """Ragged rows are equal to rows decoded alone."""
 
@@ -82,12 +94,7 @@ class LayerMemory(HeadState):
 
     def below(self, parents: Tensor) -> tuple[Tensor, Tensor]:
         """(B, m) parents, -1 the root → their outputs (B, m, D), their children's positions."""
-        low, high = (int(bound) for bound in parents.aminmax())
-        if low < -1 or high >= self.num_nodes:
-            raise ValueError(
-                f"parents {low}..{high}: this round has {self.num_nodes} nodes; -1 is the root"
-            )
-        depths = self.depths[self.row, parents + 1] + 1
+        depths = depths_below(self.depths, parents)
         return self.outputs[self.row, parents + 1], self._committed() - 1 + depths
 
     def add(self, query: Tensor, keys: Tensor, values: Tensor, parents: Tensor) -> Tensor:

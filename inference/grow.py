@@ -24,7 +24,7 @@ from torch import Tensor
 from drafthead.heads.base import DraftHead, HeadState
 from drafthead.inference.costs import Costs, Payoff, measure, worth_growing, worth_verifying
 from drafthead.inference.sampling import Sampler
-from drafthead.inference.stopping import Stop
+from drafthead.inference.stopping import Stop, by_confidence
 from drafthead.inference.target import Target
 from drafthead.inference.tree import Shape, Static, Tree, TreeShape
 from drafthead.inference.verify import RULES
@@ -282,7 +282,7 @@ class HeadDrafter:
             if confidence is None:
                 best = best - scores.logsumexp(dim=-1, keepdim=True)
             else:
-                best = _by_confidence(best - scores.logsumexp(dim=-1, keepdim=True), confidence)
+                best = by_confidence(best - scores.logsumexp(dim=-1, keepdim=True), confidence)
             # A head whose logits are not finite drafts badly; it must not break the tree.
             best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
             values = (values[..., None] + best).flatten(1)
@@ -386,18 +386,6 @@ def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best, index = scores.max(dim=-1, keepdim=True)
         return best, index
     return scores.topk(count, dim=-1)
-
-
-def _by_confidence(logs: Tensor, confidence: Tensor) -> Tensor:
-    """Log chances of siblings: logs (B, m, w) draft log-probabilities, falling; confidence (B, m).
-
-    The best one has the confidence's; the others share what that leaves, as the draft would divide
-    it, and none of them has more than the best.
-    """
-    sure = confidence.to(logs.dtype)[..., None]
-    rest = -torch.expm1(logs[..., :1]).clamp(max=-torch.finfo(logs.dtype).eps)
-    others = (1 - sure).log() + logs - rest.log()
-    return torch.cat((sure.log(), torch.minimum(others[..., 1:], sure.log())), dim=-1)
 
 
 def _mass(level: Level, width: int) -> float:

@@ -1,17 +1,20 @@
-"""When a chain of drafts ends: where it is no longer likely that all of it is accepted.
+"""What chances say of a draft: where a chain ends, and how sure a tree is of siblings.
+
+A chain ends where it is no longer likely that all of it is accepted.
 
 A head's confidence in a token depends on the tokens before it, so a chain may end before it
 is drawn. A token's own draft probability depends on its value, so a chain ends after that token,
 which is submitted: ratio rules stay exact (arXiv 2607.05147). To leave a token out because of its
 own value would bias them.
 
-Shapes: B rows.
+Shapes: B rows, m nodes, w siblings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -38,3 +41,15 @@ class Stop:
             if not self.chances[row] >= self.least:  # NaN, too, is no chance
                 self.limits[row] = min(self.limits[row], depth)
         return self.limits
+
+
+def by_confidence(logs: Tensor, confidence: Tensor) -> Tensor:
+    """Log chances of siblings: logs (B, m, w) draft log-probabilities, falling; confidence (B, m).
+
+    The best one has the confidence's; the others share what that leaves, as the draft would divide
+    it, and none of them has more than the best.
+    """
+    sure = confidence.to(logs.dtype)[..., None]
+    rest = -torch.expm1(logs[..., :1]).clamp(max=-torch.finfo(logs.dtype).eps)
+    others = (1 - sure).log() + logs - rest.log()
+    return torch.cat((sure.log(), torch.minimum(others[..., 1:], sure.log())), dim=-1)

@@ -84,3 +84,15 @@ def ladder_batch(
     """The teacher's states for this head; everything is supervised by default."""
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     return tiny_batch(target, ids, mask, head.contract.layers)
+
+
+def rollout(head: BorrowingHead, batch: TeacherBatch, row: int, slot: int, steps: int) -> Tensor:
+    """Decode with the text's own tokens from a cold memory: (steps, Vd) logits by depth."""
+    n = slot + 1
+    state = head.open(1, n + steps)
+    features, ids = batch.features[row : row + 1], batch.ids[row : row + 1]
+    logits = [head.extend(state, features[:, :n], ids[:, 1 : n + 1], torch.tensor([n]))[0]]
+    for i in range(1, steps):
+        token = ids[:, n + i : n + i + 1]
+        logits.append(head.expand(state, token, torch.tensor([[i - 2]]))[0, 0])
+    return torch.stack(logits)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ladder import rollout
 from tiny import tiny_batch, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -22,18 +23,6 @@ def random_batch(target: LlamaForCausalLM, B: int = 2, T: int = 20, seed: int = 
     torch.manual_seed(seed)
     ids = torch.randint(0, target.config.vocab_size, (B, T))
     return tiny_batch(target, ids, torch.ones_like(ids, dtype=torch.bool), LAYERS)
-
-
-def rollout(head: Eagle3Head, batch: TeacherBatch, row: int, slot: int, steps: int) -> list[Tensor]:
-    """Decode with the text's own tokens from a cold memory: (Vd,) logits of each depth."""
-    n = slot + 1
-    state = head.open(1, n + steps)
-    features, ids = batch.features[row : row + 1], batch.ids[row : row + 1]
-    logits = [head.extend(state, features[:, :n], ids[:, 1 : n + 1], torch.tensor([n]))[0]]
-    for i in range(1, steps):
-        token = ids[:, n + i : n + i + 1]
-        logits.append(head.expand(state, token, torch.tensor([[i - 2]]))[0, 0])
-    return logits
 
 
 SMALL: dict[str, Any] = {"draft_vocab_size": len(REDUCED)}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from calls import generate
 from drafts import own_greedy, prompt_of
-from ladder import LADDER, ladder_batch, ladder_head
+from ladder import LADDER, ladder_batch, ladder_head, rollout
 from tiny import tiny_target
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -38,18 +38,6 @@ def random_ids(B: int, T: int, seed: int = 5) -> Tensor:
 def depth_of(head: BorrowingHead) -> int:
     """Deep enough to pass what a head of any depth was trained for."""
     return min(head.max_depth or 4, 4)
-
-
-def rollout(head: BorrowingHead, batch: TeacherBatch, row: int, slot: int, steps: int) -> Tensor:
-    """Decode with the text's own tokens from a cold memory: (steps, Vd) logits by depth."""
-    n = slot + 1
-    state = head.open(1, n + steps)
-    features, ids = batch.features[row : row + 1], batch.ids[row : row + 1]
-    logits = [head.extend(state, features[:, :n], ids[:, 1 : n + 1], torch.tensor([n]))[0]]
-    for i in range(1, steps):
-        token = ids[:, n + i : n + i + 1]
-        logits.append(head.expand(state, token, torch.tensor([[i - 2]]))[0, 0])
-    return torch.stack(logits)
 
 
 @every_head

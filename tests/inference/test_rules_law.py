@@ -24,8 +24,7 @@ V = 6
 DRAFT_IDS = torch.tensor([0, 1, 2, 4, 5])
 """The draft knows fewer tokens than the target."""
 PROMPT = (1, 4, 2)
-DRAWS = 50_000
-"""A probability of .3 that is off by .01 shows at five standard errors."""
+DRAWS = 100_000
 Nodes = Sequence[int]
 """A tree's shape: each node's parent; siblings are draws of one group."""
 CHAIN: Nodes = (-1, 0)
