@@ -29,12 +29,14 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, initialization
 
 from drafthead.heads.base import HeadState, Prediction, TeacherBatch, register
 from drafthead.heads.block_layer import BlockLayer, BlockMemory, BlockPlan, Turns
-from drafthead.heads.blocks import RMSNorm, active_slots
+from drafthead.heads.block_start import Moments, fading, fit, rare_direction
+from drafthead.heads.blocks import RMSNorm, active_slots, widened
 from drafthead.heads.borrowed import Borrowed
 from drafthead.heads.calibration import acceptance, fit_temperatures
 from drafthead.heads.contract import Contract
 from drafthead.heads.fused import FusedHead, FusedSettings
 from drafthead.heads.geometry import HeadConfig
+from drafthead.heads.warm_start import MODESTY, normed
 
 
 def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -58,6 +60,8 @@ class BlockSettings(FusedSettings):
     """Whether the anchor predicts the first token; otherwise only masks do, one more of them."""
     mask_token_id: int | None = Field(default=None, ge=0)
     """Token whose embedding the masks are; None = a trained one."""
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    """Key/value heads of the draft layers; None = the target's. States come in through them."""
     markov_rank: int = Field(default=256, ge=0)
     """Rank of the correction by the token before; 0 = none."""
     confidence: bool = True
@@ -91,6 +95,7 @@ class BlockSettings(FusedSettings):
             layers=self.num_layers,
             intermediate_size=self.intermediate_size,
             rope_theta=self.rope_theta,
+            num_key_value_heads=self.num_key_value_heads,
         )
         head = BlockHead(config)
         head.untrained(draft_ids)
@@ -270,6 +275,28 @@ class BlockHead(FusedHead):
         hidden, before = read.split((self.config.hidden_size, self.settings.markov_rank), dim=-1)
         logits = F.linear(hidden, self.bound()[1])
         return self._corrected(logits, before if self.settings.markov_rank else None)
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TeacherBatch]) -> None:
+        """Fit the first layer's attention and the correction in closed form (`block_start`)."""
+        config, settings, (embedding, rows) = self.config, self.settings, self.bound()
+        parts, eps = len(self.contract.layers) if settings.norm_features else 0, config.rms_norm_eps
+        moments = Moments.of(batches, embedding, parts, eps)
+        if settings.mask_token_id is None:
+            mask = rare_direction(moments)
+            self.mask_embedding.weight.copy_(mask * widened(embedding).square().mean().sqrt())
+        else:
+            mask = normed(embedding[settings.mask_token_id], eps)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        own = kv_heads // 2 if settings.anchor_predicts else 0
+        start = fit(moments, mask, config.head_dim, kv_heads, own, settings.markov_rank)
+        self.fc.weight.copy_(start.fuse.T)
+        first = self.draft_layers[0].self_attn
+        start.write(first, fading(self._rotary.frequencies), heads, kv_heads)
+        self.norm.weight.fill_(MODESTY * start.size)
+        if settings.markov_rank:
+            self.markov_in.weight.copy_(normed(embedding, eps) @ start.before.float())
+            self.markov_out.weight.copy_(MODESTY * rows.float() @ start.correction.float().T)
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[TeacherBatch]) -> None:

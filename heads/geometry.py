@@ -47,10 +47,11 @@ class HeadConfig(PreTrainedConfig):
         layers: int = 1,
         intermediate_size: int | None = None,
         rope_theta: float | None = None,
+        num_key_value_heads: int | None = None,
     ) -> Self:
         """Take the target's geometry; ValueError where it has no number for a needed field.
 
-        size: of the draft vocabulary; layers: of the head; the other two: in place of the target's.
+        size: of the draft vocabulary; layers: of the head; the others: in place of the target's.
         """
         text = target.get_text_config()
         heads = text.num_attention_heads
@@ -59,6 +60,11 @@ class HeadConfig(PreTrainedConfig):
             raise ValueError(
                 f"head.intermediate_size: target {contract.model_type} has no single value; set it"
             )
+        kv_heads = num_key_value_heads or _optional(text, "num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"head.num_key_value_heads: {kv_heads} does not divide the target's {heads} heads"
+            )
         return cls(
             vocab_size=contract.vocab_size,
             draft_vocab_size=size,
@@ -66,7 +72,7 @@ class HeadConfig(PreTrainedConfig):
             intermediate_size=inner,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=_optional(text, "num_key_value_heads") or heads,
+            num_key_value_heads=kv_heads,
             head_dim=_optional(text, "head_dim") or contract.hidden_size // heads,
             rms_norm_eps=float(_optional(text, "rms_norm_eps") or 1e-6),
             max_position_embeddings=text.max_position_embeddings,

@@ -148,3 +148,16 @@ def tiny_head(
                 elif "lm_head" not in name:
                     parameter.mul_(8)
     return head
+
+
+def greedy_batches(
+    target: LlamaForCausalLM, count: int, layers: tuple[int, ...]
+) -> list[TeacherBatch]:
+    """Rows that the target continued greedily, so that its states say what comes next."""
+    torch.manual_seed(3)
+    batches = []
+    for _ in range(count):
+        ids = target.generate(torch.randint(3, 512, (16, 2)), do_sample=False, max_new_tokens=30)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        batches.append(tiny_batch(target, ids, mask, layers))
+    return batches

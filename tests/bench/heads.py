@@ -42,6 +42,7 @@ HEADS = {
 """The heads in the order of work; overrides go behind the preset."""
 
 CHANGES = {
+    "block-cold": "head.warm_start=0",
     "block-1-layer": "head.num_layers=1",
     "block-no-markov": "head.markov_rank=0",
     "block-soft-ce": "training.loss=soft_ce",
@@ -50,11 +51,11 @@ CHANGES = {
 }
 
 ABLATIONS = {
-    "block-dflash": ("block", Entry("smollm2-dflash", trees=STOP)),
     **{
         name: ("block", Entry("smollm2-block", (*BLOCK, change), STOP))
         for name, change in CHANGES.items()
     },
+    "block-dflash": ("block", Entry("smollm2-dflash", trees=STOP)),
     "eagle3-cold": ("eagle3", Entry("smollm2-eagle3", ("head.warm_start=0",))),
 }
 """Variants, each with the head whose learning rate it takes."""

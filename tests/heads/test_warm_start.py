@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_batch, tiny_head, tiny_target
+from tiny import greedy_batches, tiny_head, tiny_target
 from toy_head import ToySettings
 
 from drafthead.heads.base import TeacherBatch
@@ -11,18 +11,6 @@ from drafthead.heads.eagle3 import Eagle3Head, Eagle3Settings
 from drafthead.heads.warm_start import SHARPNESS, Moments, low_rank, self_looking
 
 LAYERS = (2, 4, 5)
-
-
-def greedy_batches(count: int) -> list[TeacherBatch]:
-    """Rows that the target continued greedily, so that its states say what comes next."""
-    target = tiny_target()
-    torch.manual_seed(3)
-    batches = []
-    for _ in range(count):
-        ids = target.generate(torch.randint(3, 512, (16, 2)), do_sample=False, max_new_tokens=30)
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        batches.append(tiny_batch(target, ids, mask, LAYERS))
-    return batches
 
 
 def overlap(head: Eagle3Head, batches: list[TeacherBatch]) -> float:
@@ -73,8 +61,8 @@ def test_spare_value_columns_stay_empty() -> None:
 
 
 def test_it_beats_a_random_start_on_unseen_text_and_adds_no_tensor() -> None:
-    batches = greedy_batches(12)
     target = tiny_target()
+    batches = greedy_batches(target, 12, LAYERS)
     settings = Eagle3Settings(draft_vocab_size=None, warm_start=1)
     head = settings.build(describe(target, None, LAYERS, {}), target.config, None)
     head.bind(target)
