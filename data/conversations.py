@@ -9,7 +9,7 @@ is set. Where rows come from is `sources`' part; what a template cannot render i
 | `prompt` with `completion` or `response` | one exchange; either may be a list of messages |
 | `instruction` (`input`) with `output` or `response` | one exchange; so too question and answer |
 | `input_ids` with `loss_mask` or `labels` | ids and mask as they are |
-| `turns` | prompts only |
+| `turns`, or a list of texts as `prompt` | prompts only; `language` if there |
 
 `system` (or `system_prompt`) of a row comes before its messages, and the pairs of its `history`
 before its question.
@@ -49,6 +49,8 @@ _QUESTIONS = ("prompt", "instruction", "question", "query")
 _CONTEXTS = ("input", "context")
 _ANSWERS = ("completion", "response", "output", "answer")
 _SYSTEMS = ("system", "system_prompt")
+_NAMES = ("id", "question_id", "prompt_id")
+_LANGUAGES = ("language", "lang")
 _OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("input_ids", "ids")
 _MASKS = ("loss_mask", "mask", "assistant_masks", "completion_mask")
@@ -93,6 +95,8 @@ class Prompt:
     category: str
     turns: Sequence[str]
     system: str | None = None
+    language: str = ""
+    """As the row names it; empty where it does not."""
 
     @property
     def opening(self) -> list[Message]:
@@ -220,8 +224,9 @@ def _answered_with(row: dict[str, object]) -> Mapping[str, object] | None:
 def _prompt(row: dict[str, object], default_id: str) -> Prompt:
     if row.get("tools"):
         raise RowError("a prompt with tools, which are not read")
-    if "turns" in row:
-        turns = [text_of(turn, "a turn") for turn in _list(row, "turns")]
+    said = "turns" if "turns" in row else _turns_as_texts(row)
+    if said is not None:
+        turns = [text_of(turn, "a turn") for turn in _list(row, said)]
         system = _system(row)
     elif not _holds_messages(row) and not _key(row, _QUESTIONS):
         raise RowError("no 'turns', 'messages', 'conversations' or 'prompt'")
@@ -233,7 +238,16 @@ def _prompt(row: dict[str, object], default_id: str) -> Prompt:
         system = messages[0].content if messages and messages[0].role == "system" else None
     if not turns:
         raise RowError("no user turn")
-    return Prompt(_id(row, default_id), _category(row), tuple(turns), system)
+    language = _word(row, _LANGUAGES)
+    return Prompt(_id(row, default_id), _category(row), tuple(turns), system, language)
+
+
+def _turns_as_texts(row: dict[str, object]) -> str | None:
+    """The key of a question that is a list of texts, which are turns; a list of messages is not."""
+    key = None if _holds_messages(row) else _key(row, _QUESTIONS)
+    value = None if key is None else row[key]
+    texts = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
+    return key if texts else None
 
 
 def _holds_messages(row: Mapping[str, object]) -> bool:
@@ -355,12 +369,17 @@ def _list(row: dict[str, object], key: str) -> list[object]:
 
 
 def _id(row: dict[str, object], default: str) -> str:
-    value = row.get("id")
+    value = row.get(_key(row, _NAMES) or "id")
     # Ids go into messages and names: one that would move a terminal's cursor is none.
     usable = isinstance(value, str | int) and value != "" and str(value).isprintable()
     return str(value) if usable else default
 
 
 def _category(row: dict[str, object]) -> str:
-    value = row.get("category")
-    return value if isinstance(value, str) and value and value.isprintable() else "other"
+    return _word(row, ("category",)) or "other"
+
+
+def _word(row: dict[str, object], keys: Sequence[str]) -> str:
+    """The text under the first of these keys that the row has; empty where it is no label."""
+    value = row.get(_key(row, keys) or keys[0])
+    return value if isinstance(value, str) and value.isprintable() else ""

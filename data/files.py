@@ -1,12 +1,14 @@
-"""Files that are whole or not there, and held by one process at a time. It knows no format."""
+"""Files that are whole or not there, or that grow line by line; held by one process at a time."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -61,3 +63,30 @@ def _lock(descriptor: int, path: Path) -> None:
         raise ValueError(
             f"{path}: another process writes here; wait for its end, or name another place"
         ) from None
+
+
+def sound_lines(path: Path) -> tuple[list[Any], int]:
+    """The whole lines of JSON of a file that grows, and the bytes that they take.
+
+    A kill may have cut the last line, and a machine that lost its power may have left what it
+    never wrote: what is unreadable at the end is left out. Unreadable lines before sound ones are
+    no such thing: ValueError.
+    """
+    lines: list[Any] = []
+    sound = size = 0
+    bad: ValueError | None = None
+    with path.open("rb") as file:
+        for text in file:
+            size += len(text)
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                bad = bad or error
+                continue
+            if not text.endswith(b"\n"):
+                continue
+            if bad is not None:
+                raise ValueError(f"{path}: damaged ({bad}); remove it") from bad
+            lines.append(line)
+            sound = size
+    return lines, sound

@@ -263,13 +263,9 @@ def without_nulls(value: object) -> object:
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: reading parquet needs `pip install 'drafthead[datasets]'`"
-        ) from error
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
     try:
         file = pq.ParquetFile(path)
         yield from file.iter_batches(batch_size=_BATCH)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from drafthead.data.conversations import (
     Message,
+    Prompt,
     Skips,
     read_conversations,
     read_prompts,
@@ -185,6 +186,23 @@ def test_an_unknown_finish_is_a_bad_row(tmp_path: Path) -> None:
         read_conversations(write(tmp_path / "a.jsonl", chat(USER, ANSWER, finish="eos")))
 
 
+def test_prompts_of_benchmarks_are_read_as_they_are(tmp_path: Path) -> None:
+    """Spec-Bench's file names its rows by number; MT-bench on the Hub has its turns as `prompt`."""
+    path = write(
+        tmp_path / "question.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["Hi", "More"], "reference": []},
+        {"prompt_id": 82, "category": "math", "prompt": ["Hi", "More"], "language": "de"},
+        {"turns": ["Hi"], "language": 3},
+    )
+    prompts, skips = read_prompts(path)
+    assert skips.total == 0
+    assert prompts == [
+        Prompt("81", "writing", ("Hi", "More")),
+        Prompt("82", "math", ("Hi", "More"), language="de"),
+        Prompt("question-3", "other", ("Hi",)),
+    ]
+
+
 def test_prompts_are_turns_or_the_user_turns_of_a_conversation(tmp_path: Path) -> None:
     path = write(
         tmp_path / "prompts.jsonl",
@@ -234,7 +252,7 @@ KEYS = [
     "role", "from", "content", "value", "messages", "conversations", "tool_calls", "function",
     "name", "arguments", "type", "text", "ids", "tools", "prompt", "completion", "input_ids",
     "loss_mask", "labels", "attention_mask", "finish", "reasoning", "id", "turns", "system",
-    "history", "images", "made", "template_kwargs",
+    "history", "images", "made", "template_kwargs", "question_id", "language",
 ]
 # fmt: on
 JSON = st.recursive(
