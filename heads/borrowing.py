@@ -145,6 +145,17 @@ class BorrowingHead(DraftHead):
         rows = self.bound()[1]
         return self.contract.transform(F.linear(last_hidden.to(rows.dtype), rows))
 
+    @property
+    def rotary_base(self) -> float:
+        """What its layers turn by, where it has any that do."""
+        return float((self.config.rope_parameters or {})["rope_theta"])
+
+    def rebase(self, base: float) -> None:
+        """Turn by another rotary base from now on."""
+        parameters = {**(self.config.rope_parameters or {}), "rope_theta": base}
+        self.config.rope_parameters = parameters
+        self._rotary = Rotary(self.config.head_dim, parameters)
+
     def turns(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """(B, n) positions below `length` → cos and sin, (B, 1, n, d)."""
         cos, sin = self._rotary.tables(length, positions.device, self.compute_dtype())

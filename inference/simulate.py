@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from drafthead.heads.base import DraftHead, TeacherBatch
 from drafthead.inference.metrics import Acceptance, Round, acceptance, walk_rounds
@@ -24,27 +25,40 @@ def simulate(
     On the very texts that were decoded, in the same dtype, they differ from the decoded figures by
     rounding only.
     """
-    return acceptance([_rounds(head, target, ids, prompt, depth) for ids, prompt in answers])
+    return acceptance([rounds_of(head, target, ids, prompt, depth) for ids, prompt in answers])
 
 
 @torch.no_grad()
-def _rounds(
+def rounds_of(
     head: DraftHead, target: Target, ids: Sequence[int], prompt: int, depth: int
 ) -> list[Round]:
+    """The rounds of a chain of `depth` along one greedy text behind its prompt."""
     tokens = torch.tensor([list(ids)], device=target.device)
     features, last_hidden = target.states(tokens, head.contract.layers)
-    mask = torch.arange(len(ids), device=target.device)[None] >= prompt
+    return chain_rounds(head, batch_of(tokens, prompt, features, last_hidden), prompt, depth)
+
+
+def batch_of(ids: Tensor, prompt: int, features: Tensor, last_hidden: Tensor) -> TeacherBatch:
+    """One greedy text, ids (1, T), of which all behind the prompt is supervised."""
+    mask = torch.arange(ids.shape[1], device=ids.device)[None] >= prompt
     # Greedy text is the target's choice itself, so `top` is not looked at.
-    batch = TeacherBatch(tokens, mask, features, last_hidden, top=tokens)
-    matches = np.zeros((len(ids), depth), dtype=bool)  # by position of the round's root
+    return TeacherBatch(ids, mask, features, last_hidden, top=ids)
+
+
+@torch.no_grad()
+def chain_rounds(head: DraftHead, batch: TeacherBatch, prompt: int, depth: int) -> list[Round]:
+    """The same along a batch of one text, (1, T)."""
+    tokens = batch.ids
+    matches = np.zeros((tokens.shape[1], depth), dtype=bool)  # by position of the round's root
     for k, prediction in enumerate(head.unroll(batch, depth)):
         label = prediction.teacher + 1
         draft = head.draft_ids[prediction.logits.argmax(-1)]
         matches[(label - 1 - k).cpu().numpy(), k] = (draft == tokens[0, label]).cpu().numpy()
-    new = len(ids) - prompt - 1  # the first new token comes from the prefill
+    new = tokens.shape[1] - prompt - 1  # the first new token comes from the prefill
     rounds, left = [], new
     for accepted in walk_rounds(matches, prompt, new):
         emitted = min(accepted + 1, left)
-        rounds.append(Round(min(depth, left - 1), accepted, emitted, "simulated"))
+        drafted = min(depth, left - 1)
+        rounds.append(Round(drafted, accepted, emitted, "simulated", drafted))
         left -= emitted
     return rounds

@@ -58,7 +58,13 @@ def write_config(path: Path, root: Path, target: Path, **training: Any) -> Path:
             "max_length": 128,
         },
         "head": {"type": "eagle3", "layers": LAYERS, "draft_vocab_size": 256, "unroll_steps": 2},
-        "training": {"precision": "fp32", "tokens_per_batch": 192, "max_steps": 4, **training},
+        "training": {
+            "precision": "fp32",
+            "tokens_per_batch": 192,
+            "max_steps": 4,
+            "agreement_prompts": 2,
+            **training,
+        },
         "out": str(root / "run"),
     }
     path.write_text(json.dumps(settings))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drafthead.data.batches import plan
 from drafthead.data.chat import ChatFormat, Row, build_rows, rows_key
-from drafthead.data.conversations import read_conversations
+from drafthead.data.conversations import Conversation, Tokenised, read_conversations
 from drafthead.data.embedded import EMBEDDED, data_path, default_target, fetch_target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.contract import Contract, check_layers
@@ -26,6 +26,7 @@ from drafthead.train.config import DataConfig, RunConfig, TargetConfig
 from drafthead.train.engine import Engine
 from drafthead.train.objective import Objective
 from drafthead.train.outline import Outline, outline_of
+from drafthead.train.samples import Sample, samples_of
 from drafthead.train.sources import Teacher, Texts, teacher
 from drafthead.train.start import begin_from, put
 from drafthead.train.teacher import Features
@@ -48,6 +49,8 @@ class Assembly:
     heldout_batches: int
     content: str
     """Names the files' content and all that makes rows of it."""
+    samples: list[Sample]
+    """Prompts of the rows, as training rendered them."""
 
     @property
     def target(self) -> Target | None:
@@ -86,7 +89,7 @@ def assemble(
     check_live(config, engine)
     outline = outline_of(target_folder(config.target, engine), config.target.revision)
     layers = head_layers(config, outline.num_layers)
-    texts = read_texts(config.data, outline)
+    texts = read_texts(config.data, outline, config.training.agreement_prompts)
     known(texts.content)
     taught = teacher(config, engine, outline, texts, layers)
     head = build_head(config, outline, taught.contract, texts.train)
@@ -124,6 +127,7 @@ def assemble(
         heldout=heldout,
         heldout_batches=heldout_batches,
         content=texts.content,
+        samples=texts.samples,
     )
 
 
@@ -150,15 +154,17 @@ def check_live(config: RunConfig, engine: Engine) -> None:
         )
 
 
-def read_texts(data: DataConfig, outline: Outline) -> Texts:
-    """All rows of a run, which this target can read."""
+def read_texts(data: DataConfig, outline: Outline, samples: int = 0) -> Texts:
+    """All rows of a run, which this target can read, and prompts of so many of them."""
     chat = ChatFormat(outline.tokenizer, data.template_kwargs)
-    train = read_rows(data.train, data, chat, data.positions)
-    heldout = read_rows(data.heldout, data, chat, data.heldout_positions)
+    found = [read_examples(names, data) for names in (data.train, data.heldout)]
+    train = rows_of(found[0], data.train, data, chat, data.positions)
+    heldout = rows_of(found[1], data.heldout, data, chat, data.heldout_positions)
     check_ids([*train, *heldout], outline)
     files = [data_path(name) for name in (*data.train, *data.heldout)]
     content = ",".join(rows_key(file, chat, data.max_length) for file in files)
-    return Texts(train, heldout, content)
+    chosen = samples_of(found[1] or found[0], chat, samples, data.max_length)
+    return Texts(train, heldout, content, chosen)
 
 
 def head_layers(config: RunConfig, num_layers: int) -> tuple[int, ...]:
@@ -185,14 +191,30 @@ def read_rows(
 
     Raises ValueError, naming data.max_length, when nothing supervised is left (F04).
     """
-    if not names:
-        return []
-    conversations = []
+    return rows_of(read_examples(names, data), names, data, chat, cap)
+
+
+def read_examples(names: Sequence[str], data: DataConfig) -> list[Conversation | Tokenised]:
+    """Conversations of all files; what was skipped is told."""
+    conversations: list[Conversation | Tokenised] = []
     for name in names:
         found, skips = read_conversations(data_path(name), data.strict)
         conversations += found
         if skips.total:
             logger.warning("%s: %s", name, skips.summary())
+    return conversations
+
+
+def rows_of(
+    conversations: Sequence[Conversation | Tokenised],
+    names: Sequence[str],
+    data: DataConfig,
+    chat: ChatFormat,
+    cap: int | None,
+) -> list[Row]:
+    """Rows of the conversations that these files held; see `read_rows`."""
+    if not names:
+        return []
     rows, skips = build_rows(conversations, chat, data.max_length)
     if skips.total:
         logger.warning("%s: %s", ", ".join(names), skips.summary())

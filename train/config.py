@@ -164,6 +164,9 @@ class TrainingConfig(LossSettings):
     less memory, about a third more time."""
     start: Path | None = None
     """Folder of a trained head to begin from, in place of the first weights of a new one."""
+    agreement_prompts: int = Field(default=8, ge=0)
+    """Held-out prompts that the saved head drafts for at the end, as when it is served: what comes
+    out has to be what training says of them. 0 = no such check."""
     max_skips: int = Field(default=5, ge=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
 

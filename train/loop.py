@@ -35,6 +35,7 @@ from drafthead.train.keeper import CONTENT, Keeper
 from drafthead.train.record import RunFolder
 from drafthead.train.result import Progress, TrainResult
 from drafthead.train.schedule import Limits, learning_rate
+from drafthead.train.served import check_served
 from drafthead.train.teacher import blank
 from drafthead.train.timing import Stopwatch
 
@@ -350,10 +351,14 @@ class Trainer:
             raise Preempted
 
     def finish(self) -> TrainResult:
-        """Save the last checkpoint and the best head, read both back, and say what came out."""
+        """Save the last checkpoint and the best head, read both back, hold the head as it is served
+        against training, and say what came out.
+        """
         state, parts, folder = self.state, self.parts, self.folder
         assert self.engine.same(state.step) == state.step, "ranks disagree on the steps made"
         survival = self.keeper.finish(state)
+        with self.watch.part("check as served"):
+            agreement = check_served(self.config, self.engine, parts, folder)
         result = TrainResult(
             head=folder.head,
             out=folder.root,
@@ -367,6 +372,7 @@ class Trainer:
             simulated_survival=survival,
             skipped=state.skipped,
             dropped=len(parts.train.dropped),
+            agreement=agreement,
         )
         if self.engine.is_main:
             figures = asdict(result) | {"head": str(result.head), "out": str(result.out)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,24 @@ class TrainResult:
     """Steps skipped because something was not finite."""
     dropped: int
     """Rows this rank left out because the target's states are not finite."""
+    agreement: dict[str, Any] | None = None
+    """The saved head as it is served against what training says of it (`train.served`); None where
+    that was not asked for."""
+
+
+def told(agreement: Mapping[str, Any]) -> str:
+    """In one line, whether a head does when served what training says of it."""
+    if reason := agreement.get("left_out"):
+        return f"not checked as served: {reason}"
+    cause = agreement["cause"]
+    if agreement["decoded_tau"] is None:
+        return f"the saved head cannot be served: {cause}"
+    figures = (
+        f"decoded tau {agreement['decoded_tau']:.3f}, simulated {agreement['simulated_tau']:.3f} "
+        f"on {agreement['prompts']} prompts"
+    )
+    if agreement["agrees"]:
+        return f"as served: {figures}; they agree"
+    low, high = agreement["interval"]
+    away = f"{agreement['difference']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}"
+    return f"as served: {figures} ({away}); likely cause: {cause}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafthead.train.result import told
+
 DEPTHS = ("depth", "loss, first", "loss, last", "match, first", "match, last", "held-out survival")
 SHARE = 10
 """The first and the last tenth of the steps are shown, as means."""
@@ -60,6 +62,8 @@ def _lines(
             f"held-out simulated tau {_number(evaluations[-1]['simulated_tau'])} at the last "
             f"evaluation, {_number(best['simulated_tau'])} at the best (step {best['step']})"
         )
+    if result.get("agreement"):
+        shown.append(told(result["agreement"]))
     wait = end.get("data_wait")
     waiting = "" if wait is None else f", {wait:.0%} of it waiting for the target's states"
     shown.append(f"{end['positions_per_s']:.0f} positions/s{waiting}")

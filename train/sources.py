@@ -34,6 +34,7 @@ from drafthead.inference.target import Target
 from drafthead.train.config import DataConfig, RunConfig, TargetConfig
 from drafthead.train.engine import Engine
 from drafthead.train.outline import Outline, borrowed_mark
+from drafthead.train.samples import Sample
 from drafthead.train.stored import FillFeatures, Filling, StoredFeatures
 from drafthead.train.teacher import Features, OnlineFeatures, choose_features
 
@@ -48,6 +49,8 @@ class Texts:
     heldout: list[Row]
     content: str
     """Names the files' content and all that makes rows of it."""
+    samples: list[Sample] = field(default_factory=list)
+    """A few of their prompts, held-out ones where there are any."""
 
     @cached_property
     def unique(self) -> dict[bytes, Row]:

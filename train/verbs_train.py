@@ -86,6 +86,7 @@ def train(
     from drafthead.train.config import load_config
     from drafthead.train.interrupt import Interrupted
     from drafthead.train.loop import run
+    from drafthead.train.result import told
 
     settings = load_config(config, overrides or [])
     with advising("--resume continues where it was", when=Interrupted), bars() as shown:
@@ -100,6 +101,10 @@ def train(
         f"{result.head}: {result.steps} steps, {result.positions} positions, "
         f"{result.positions_per_s:.0f} positions/s, simulated tau {tau}",
     )
+    served = result.agreement
+    if served is not None and not served.get("agrees", True):
+        say(f"error: {result.head}: {told(served)}")
+        raise typer.Exit(1)
 
 
 def extract(

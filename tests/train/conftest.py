@@ -46,7 +46,7 @@ def make_config(tmp_path: Path, target_folder: Path) -> MakeConfig:
                 "unroll_steps": 2,
             },
             "schedule": {"warmup_steps": 2},
-            "training": {"precision": "fp32", "tokens_per_batch": 192},
+            "training": {"precision": "fp32", "tokens_per_batch": 192, "agreement_prompts": 0},
             "out": str(tmp_path / "run"),
         }
         for name, group in groups.items():
