@@ -22,11 +22,16 @@ import torch
 from torch import Tensor
 
 from drafthead.heads.base import DraftHead, HeadState
-from drafthead.inference.costs import Costs, Payoff, measure, worth_growing, worth_verifying
+from drafthead.inference import built
+from drafthead.inference.built import Level, Path
+from drafthead.inference.costs import Costs, Growth, measure
+from drafthead.inference.feed import Feed
+from drafthead.inference.governor import Governor
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.stopping import Stop, by_confidence
 from drafthead.inference.target import Target
-from drafthead.inference.tree import Shape, Static, Tree, TreeShape
+from drafthead.inference.tree import UNTUNED, Shape, Static, Tree, TreeShape
+from drafthead.inference.tuning import folder_of, tuned
 from drafthead.inference.verify import RULES
 
 logger = logging.getLogger(__name__)
@@ -34,55 +39,56 @@ logger = logging.getLogger(__name__)
 _NOTICED: WeakSet[DraftHead] = WeakSet()
 """Heads whose positions were said to be at an end: once is enough."""
 
-Path = tuple[int, ...]
-Level = tuple[Tensor, Tensor, Tensor]
-"""Candidates of one level, each (B, m * width): tokens, parents (candidate numbers), values."""
-
 
 class HeadDrafter:
     """A draft head, or a sibling, growing trees of one shape."""
 
     def __init__(self, head: DraftHead, shape: TreeShape, costs: Costs | None = None) -> None:
-        """`costs`: of these target and batch, which `auto:` stops by (`costs.measure`).
+        """`costs`: of this target, batch and shape. An `auto:` tree stops by them, and with them
+        drafts of any shape rest where they do not pay (`governor`).
 
         Raises ValueError for a shape that this head cannot draft, naming the node.
         """
         check_shape(shape, head)
-        by_cost = isinstance(shape, Shape) and shape.by_cost
-        if by_cost != (costs is not None):
+        if costs is None and isinstance(shape, Shape) and shape.by_cost:
             raise ValueError(
-                f"tree {shape}: an auto tree, and no other, needs the costs it stops by; "
+                f"tree {shape}: an auto tree needs the costs it stops by; "
                 "use drafting(head, shape, target), which measures them"
             )
         self.head = head
         self.shape = shape
         self.costs = costs
         self.name = head.drafter
-        self.layers = tuple(head.contract.layers)
+        # What never drafts needs no states.
+        self.layers = tuple(head.contract.layers) if shape.nodes else ()
         self.nodes = shape.nodes
         self._ids = head.draft_ids
 
     def open(self, batch: int, capacity: int) -> None:
+        if not self.nodes:
+            return
         # A wide tree expands more nodes than it verifies, and the head must remember them all.
         room = capacity + max(0, self.shape.expanded - self.nodes)
         self._state: HeadState = self.head.open(batch, room)
-        self._features: list[list[Tensor]] = [[] for _ in range(batch)]
-        self._pending: list[list[int]] = [[] for _ in range(batch)]
-        self._seen = [0] * batch
-        self._payoff = Payoff()
+        self._feed = Feed(batch, bool(self.layers), self._ids.device)
+        self._governor = None if self.costs is None else Governor(self.costs)
+        self._steps = 0
+        """Draft steps of this round beyond the first guesses."""
 
     def start(self, row: int) -> None:
+        if not self.nodes:
+            return
         self._state.start(row)
-        self._features[row], self._pending[row], self._seen[row] = [], [], 0
+        self._feed.start(row)
+        if self._governor:
+            self._governor.start(row)
 
     def observe(self, row: int, ids: Sequence[int], features: Tensor | None) -> None:
-        if not self.layers:  # it reads tokens alone, the first one included
-            self._pending[row].extend(ids[self._seen[row] :])
-            self._seen[row] = len(ids)
+        if not self.nodes:
             return
-        assert features is not None
-        self._features[row].append(features)
-        self._pending[row].extend(ids[len(ids) - len(features) :])
+        self._feed.add(row, ids, features)
+        if self._governor:
+            self._governor.observe(row, ids)
 
     @torch.no_grad()
     def propose(
@@ -99,8 +105,18 @@ class HeadDrafter:
             )
         positions = [len(row) for row in ids]
         limits = [self._limit(*row) for row in zip(positions, depths, strict=True)]
-        if max(limits, default=0) < 1 or self._payoff.resting():
+        if max(limits, default=0) < 1 or (self._governor and self._governor.resting()):
             return [Tree()] * len(ids)
+        self._steps = 0
+        trees = self._drafted(positions, limits, sampler)
+        if self._governor:
+            drafted = {row: trees[row] for row, limit in enumerate(limits) if limit > 0}
+            self._governor.drafted(drafted, positions, self._steps)
+        return trees
+
+    def _drafted(
+        self, positions: Sequence[int], limits: Sequence[int], sampler: Sampler
+    ) -> list[Tree]:
         logits = self._extend([self.head.goes_on or self._room(p) > 0 for p in positions])
         if isinstance(self.shape, Static):
             return self._fixed(self.shape, logits, positions, limits, sampler)
@@ -136,32 +152,13 @@ class HeadDrafter:
 
     def _extend(self, fed: Sequence[bool]) -> Tensor:
         """Give the head what was committed since its last draft; (B, Vd) logits after the roots."""
-        rows = range(len(fed))
-        pending = [self._pending[row] if fed[row] else [] for row in rows]
-        n, device = max(map(len, pending)), self._ids.device
-        next_ids = torch.zeros(len(pending), n, dtype=torch.long)
-        for row, tokens in enumerate(pending):
-            next_ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-        features = self._stacked(n, device)
-        for row in rows:
-            if fed[row]:
-                self._features[row], self._pending[row] = [], []
-        counts = torch.tensor([len(tokens) for tokens in pending])
-        return self.head.extend(self._state, features, next_ids.to(device), counts)
+        features, next_ids, counts = self._feed.take(fed)
+        return self.head.extend(self._state, features, next_ids, counts)
 
-    def _stacked(self, n: int, device: torch.device) -> Tensor:
-        """(B, n, L * D) features of all rows, padded on the right; L = 0 where none are read."""
-        rows = [torch.cat(features) if features else None for features in self._features]
-        like = next((row for row in rows if row is not None), None)
-        if like is None:
-            return torch.zeros(len(rows), n, 0, device=device)
-        if len(rows) == 1:
-            return like[None]
-        stacked = like.new_zeros(len(rows), n, like.shape[1])
-        for row, value in enumerate(rows):
-            if value is not None:
-                stacked[row, : len(value)] = value
-        return stacked
+    def _expand(self, ids: Tensor, parents: Tensor) -> Tensor:
+        """Go on from draft nodes (B, m), given by target ids and parents; logits (B, m, Vd)."""
+        self._steps += 1
+        return self.head.expand(self._state, ids, parents)
 
     def _scores(
         self, logits: Tensor, positions: Sequence[int], sampler: Sampler
@@ -203,7 +200,7 @@ class HeadDrafter:
                 parents = torch.tensor([[order[path[:-1]] for path in inner]]).expand(B, -1)
                 ids = torch.stack([tokens[path] for path in inner], dim=1)
                 order |= {path: len(order) - 1 + i for i, path in enumerate(inner)}
-                logits = self.head.expand(self._state, ids, parents)
+                logits = self._expand(ids, parents)
             confidence = self.head.confidence(self._state) if stop else None
             if stop and confidence is not None:
                 limits = stop.before(level, confidence[:, 0])
@@ -223,36 +220,7 @@ class HeadDrafter:
                     possible[*path, rank] = best[:, i, rank] > -torch.inf
         if not tokens:  # stopped before the first
             return [Tree()] * B
-        return self._built(plan, tokens, possible, laws, limits)
-
-    def _built(
-        self,
-        plan: Static,
-        tokens: dict[Path, Tensor],
-        possible: dict[Path, Tensor],
-        laws: list[dict[Path, Tensor | None]],
-        limits: Sequence[int],
-    ) -> list[Tree]:
-        """Every row's tree: no deeper than it can use, and no token that has no chance."""
-        paths = [path for path in plan.paths if path in tokens]
-        drawn = torch.stack([tokens[path] for path in paths], dim=1).tolist()
-        chance = torch.stack([possible[path] for path in paths], dim=1).tolist()
-        trees = []
-        for row, limit in enumerate(limits):
-            number: dict[Path, int] = {(): -1}
-            row_tokens: list[int] = []
-            parents: list[int] = []
-            proposals: list[Tensor | None] = []
-            for i, path in enumerate(paths):
-                if len(path) > limit or not chance[row][i] or path[:-1] not in number:
-                    continue
-                number[path] = len(row_tokens)
-                row_tokens.append(drawn[row][i])
-                parents.append(number[path[:-1]])
-                proposals.append(laws[row][path[:-1]])
-            fixed = all(law is None for law in proposals)
-            trees.append(Tree(row_tokens, parents, [] if fixed else proposals, self.name))
-        return trees
+        return built.of_paths(plan.paths, tokens, possible, laws, limits, self.name)
 
     # Best-first trees
 
@@ -272,89 +240,92 @@ class HeadDrafter:
         """
         B, width, logits = len(positions), shape.width, logits[:, None]  # (B, 1, Vd)
         deepest = torch.tensor(limits, device=logits.device)[:, None]
+        growth = self._growth(shape, limits)
         values = logits.new_zeros(B, 1, dtype=torch.float32)  # of the nodes expanded at this level
         parents = torch.full((B, 1), -1, device=logits.device)  # their candidate numbers
         found: list[Level] = []
         for level in range(max(limits)):
-            scores, _ = self._scores(logits, [p + level for p in positions], sampler)
-            best, index = _top(scores, width)  # (B, m, width)
-            confidence = self.head.confidence(self._state)
-            if confidence is None:
-                best = best - scores.logsumexp(dim=-1, keepdim=True)
-            else:
-                best = by_confidence(best - scores.logsumexp(dim=-1, keepdim=True), confidence)
-            # A head whose logits are not finite drafts badly; it must not break the tree.
-            best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-            values = (values[..., None] + best).flatten(1)
+            places = [p + level for p in positions]
+            tokens, owners, values = self._level(logits, parents, values, width, places, sampler)
             values = values.masked_fill(deepest <= level, -torch.inf)
-            tokens, owners = self._ids[index].flatten(1), parents[..., None].expand_as(index)
             seen = sum(part[0].shape[1] for part in found)
-            found.append((tokens, owners.flatten(1), values))
-            if level + 1 == max(limits) or not self._goes_on(shape, found, limits):
+            found.append((tokens, owners, values))
+            if level + 1 == max(limits) or not (
+                growth is None or growth.goes_on([part[2] for part in found])
+            ):
                 break
             values, kept = values.topk(min(width, values.shape[1]), dim=-1)
             parents = kept + seen
             # Of the nodes expanded so far, the owners of these are the previous level's.
             expanded = kept // width + (level - 1) * width if level else torch.full_like(kept, -1)
-            logits = self.head.expand(self._state, tokens.gather(1, kept), expanded)
-        return self._best(shape, found, limits)
+            logits = self._expand(tokens.gather(1, kept), expanded)
+        count = shape.nodes if growth is None else growth.verified([part[2] for part in found])[0]
+        return built.of_candidates(found, count, self.name)
 
-    def _goes_on(self, shape: Shape, found: Sequence[Level], limits: Sequence[int]) -> bool:
-        """Whether another level pays; what it gives is guessed from the share the last caught."""
-        if self.costs is None:
-            return True
-        count, tokens, spent = self._verified(shape, found, limits)
-        *above, last = found
-        before = _mass(above[-1], shape.width) if above else float(sum(x > 0 for x in limits))
-        caught = float(last[2].exp().sum()) / before if before else 0.0
-        gain = _mass(last, shape.width) * caught
-        seconds = spent + self.costs.verify(count + 1)
-        return worth_growing(gain, tokens, seconds, self.costs.step)
+    def _level(
+        self,
+        logits: Tensor,
+        parents: Tensor,
+        values: Tensor,
+        width: int,
+        places: Sequence[int],
+        sampler: Sampler,
+    ) -> Level:
+        """The best `width` children of each of m nodes, given by logits (B, m, Vd), candidate
+        numbers (B, m) and values (B, m); `places` are the children's positions.
+        """
+        scores, _ = self._scores(logits, places, sampler)
+        best, index = _top(scores, width)  # (B, m, width)
+        best = best - scores.logsumexp(dim=-1, keepdim=True)
+        confidence = self.head.confidence(self._state)
+        if confidence is not None:
+            best = by_confidence(best, confidence)
+        # A head whose logits are not finite drafts badly; it must not break the tree.
+        best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        owners = parents[..., None].expand_as(index)
+        return self._ids[index].flatten(1), owners.flatten(1), (values[..., None] + best).flatten(1)
 
-    def _verified(
-        self, shape: Shape, found: Sequence[Level], limits: Sequence[int]
-    ) -> tuple[int, float, float]:
-        """Nodes a row worth verifying so far, tokens expected of all rows, seconds of drafting."""
+    def _growth(self, shape: Shape, limits: Sequence[int]) -> Growth | None:
+        if not shape.by_cost:
+            return None
         assert self.costs is not None
-        chances = torch.cat([level[2] for level in found], dim=1).exp()
-        by_rank = chances.sort(dim=1, descending=True).values.sum(dim=0)[: shape.nodes].tolist()
-        rows = sum(limit > 0 for limit in limits)
-        spent = self.costs.extend + (len(found) - 1) * self.costs.step
-        count = worth_verifying(by_rank, rows, spent, self.costs)
-        return count, rows + sum(by_rank[:count]), spent
-
-    def _best(self, shape: Shape, found: Sequence[Level], limits: Sequence[int]) -> list[Tree]:
-        count = shape.nodes
-        if self.costs is not None:
-            count, promised, spent = self._verified(shape, found, limits)
-            rows = sum(limit > 0 for limit in limits)
-            rate = promised / (spent + self.costs.verify(count + 1))
-            self._payoff.note(rate, rows / self.costs.verify(1))
-        tokens, owners, values = (torch.cat(part, dim=1) for part in zip(*found, strict=True))
-        order = values.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
-        possible = (values.gather(1, order) > -torch.inf).tolist()
-        trees = []
-        for row, candidates in enumerate(order.tolist()):
-            chosen = [c for c, fine in zip(candidates, possible[row], strict=True) if fine]
-            number = {candidate: node for node, candidate in enumerate(chosen)} | {-1: -1}
-            row_tokens, row_owners = tokens[row].tolist(), owners[row].tolist()
-            trees.append(
-                Tree(
-                    [row_tokens[c] for c in chosen],
-                    [number[row_owners[c]] for c in chosen],
-                    source=self.name,
-                )
-            )
-        return trees
+        return Growth(shape.width, shape.nodes, sum(limit > 0 for limit in limits), self.costs)
 
 
-def drafting(head: DraftHead, shape: TreeShape, target: Target, batch: int = 1) -> HeadDrafter:
-    """A drafter of this shape; what an `auto:` tree stops by is measured here first."""
-    if not (isinstance(shape, Shape) and shape.by_cost):
-        return HeadDrafter(head, shape)
-    check_shape(shape, head)
-    costs = measure(target, head, width=shape.width, batch=batch, most=shape.nodes)
+def drafting(
+    head: DraftHead,
+    shape: TreeShape | None,
+    target: Target,
+    batch: int = 1,
+    rule: str = "coupled",
+) -> HeadDrafter:
+    """A drafter of this shape; what an `auto:` tree stops by is measured here first.
+
+    None: the shape that `drafthead tune` chose for this head, target, machine and batch, with the
+    costs that its drafts rest by; without one, or where `rule` cannot verify it, a chain.
+    """
+    costs: Costs | None = None
+    if shape is None:
+        found = tuned(folder_of(head), target, batch, head)
+        if found and not verifies(rule, found.shape):
+            logger.warning("rule %r cannot verify the tuned %s: a chain", rule, found.shape)
+            found = None
+        if found is None:
+            depth = min(UNTUNED.depth, head.max_depth or UNTUNED.depth)
+            return HeadDrafter(head, Shape(depth, 1, depth))
+        shape, costs = found.shape, found.costs
+        if costs is None and shape.nodes:  # a larger batch than any that was tuned
+            costs = _costs(head, shape, target, batch)
+    elif isinstance(shape, Shape) and shape.by_cost:
+        costs = _costs(head, shape, target, batch)
     return HeadDrafter(head, shape, costs)
+
+
+def _costs(head: DraftHead, shape: TreeShape, target: Target, batch: int) -> Costs:
+    """Measured for the mean draft step of a shape."""
+    check_shape(shape, head)
+    width = max(1, shape.expanded // max(1, shape.depth - 1))
+    return measure(target, head, width=width, batch=batch, most=shape.nodes)
 
 
 def check_shape(shape: TreeShape, head: DraftHead) -> None:
@@ -371,12 +342,18 @@ def check_shape(shape: TreeShape, head: DraftHead) -> None:
         raise ValueError(f"{where}: width {shape.width} exceeds the draft vocabulary of {words}")
 
 
-def check_rule_of(shape: TreeShape, name: str) -> None:
-    """Refuse a rule that cannot verify what is drafted in this shape; ValueError."""
+def verifies(name: str, shape: TreeShape) -> bool:
+    """Whether a rule can verify what is drafted in this shape."""
     rule = RULES[name]
     drawn = rule.needs_proposals and isinstance(shape, Shape)
-    if (rule.chains_only or drawn) and not shape.is_chain:
-        fit = "chain:DEPTH" if rule.chains_only else "chain:DEPTH or static:PATHS"
+    return shape.is_chain or not (rule.chains_only or drawn)
+
+
+def check_rule_of(shape: TreeShape, name: str) -> None:
+    """Refuse a rule that cannot verify what is drafted in this shape; ValueError."""
+    if not verifies(name, shape):
+        chains = RULES[name].chains_only
+        fit = "chain:DEPTH" if chains else "chain:DEPTH or static:PATHS"
         raise ValueError(f"rule {name!r} cannot verify {shape}: use {fit}, or rule 'coupled'")
 
 
@@ -386,9 +363,3 @@ def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best, index = scores.max(dim=-1, keepdim=True)
         return best, index
     return scores.topk(count, dim=-1)
-
-
-def _mass(level: Level, width: int) -> float:
-    """The draft probability that the nodes to be expanded of a level hold, over all rows."""
-    values = level[2]
-    return float(values.topk(min(width, values.shape[1]), dim=-1).values.exp().sum())

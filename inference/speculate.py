@@ -66,6 +66,9 @@ class Streamer(Protocol):
 _COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[DraftHead]] = WeakKeyDictionary()
 """Heads whose contract was compared with a model: done once, as it reads all its parameters."""
 
+Plan = tuple[TreeShape, Costs | None]
+"""A shape, and the costs that its drafts stop or rest by."""
+
 _TURNS: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
 """Held while a model is decoded; by the same thread again where a processor decodes, too."""
 
@@ -73,7 +76,7 @@ _TURNS: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
 def speculate(
     drafter: DraftHead | Drafter | None,
     *,
-    tree: TreeShape | str = "chain:4",
+    tree: TreeShape | str | None = None,
     rule: str = "coupled",
     lossy: bool = False,
     seed: int | None = None,
@@ -83,12 +86,13 @@ def speculate(
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
     """Make a decoding method of a bound head, any drafter, or None: plain keyed decoding.
 
-    tree: how a head drafts, as `parse_shape` reads it; rule: one of `verify.RULES`; lossy: allow
-    one that is not exact; seed: drawn from torch's generator where not given; streams: one number
-    per row of the output that keys its noise, 0, 1, 2, … by default, so that the
-    `num_return_sequences` of a prompt differ; streamer: gets each token as its round ends, and
-    `end()` even where decoding fails, as a reader in another thread may wait for it; tokenizer:
-    what `generate(stop_strings=…)` needs.
+    tree: how a head drafts, as `parse_shape` reads it; by default what `drafthead tune` chose for
+    the head's folder, this machine and the number of rows, resting where that does not pay, or else
+    a short chain; rule: one of `verify.RULES`; lossy: allow one that is not exact; seed: drawn from
+    torch's generator where not given; streams: one number per row of the output that keys its
+    noise, 0, 1, 2, … by default, so that the `num_return_sequences` of a prompt differ; streamer:
+    gets each token as its round ends, and `end()` even where decoding fails, as a reader in another
+    thread may wait for it; tokenizer: what `generate(stop_strings=…)` needs.
 
     Stopping criteria are shown each row alone and get no scores; one that looks at other rows
     cannot be told and sees none.
@@ -98,12 +102,13 @@ def speculate(
         logger.warning("rule %r is lossy: the text is not the target's own", rule)
     shape = parse_shape(tree) if isinstance(tree, str) else tree
     if isinstance(drafter, DraftHead):
-        check_shape(shape, drafter)
-        check_rule_of(shape, rule)
+        if shape is not None:
+            check_shape(shape, drafter)
+            check_rule_of(shape, rule)
     elif drafter is not None and not hasattr(drafter, "propose"):
         raise ValueError(f"speculate: give a bound head, a drafter or None, not {drafter!r}")
-    measured: WeakKeyDictionary[PreTrainedModel, dict[int, Costs | None]] = WeakKeyDictionary()
-    """What an `auto:` tree stops by, once for each model and number of rows."""
+    measured: WeakKeyDictionary[PreTrainedModel, dict[int, Plan]] = WeakKeyDictionary()
+    """Shapes and the costs they go by, once for each model and number of rows."""
 
     def method(
         model: PreTrainedModel,
@@ -124,7 +129,8 @@ def speculate(
             rows = rows_of(input_ids, mask, positions, criteria, generation_config)
             for row in rows:
                 check_prompt(target, row.ids, row.limit)
-            drafts = _made(drafter, shape, target, len(rows), measured.setdefault(model, {}))
+            known = measured.setdefault(model, {})
+            drafts = _made(drafter, shape, target, len(rows), rule, known)
             noise = _noise(generation_config, target, len(rows), seed, streams)
             _run(target, Sampler(warps, noise, rule, lossy), drafts, rows, show)
             return output(rows, input_ids, warps, generation_config)
@@ -134,12 +140,13 @@ def speculate(
 
 def _made(
     drafter: DraftHead | Drafter | None,
-    shape: TreeShape,
+    shape: TreeShape | None,
     target: Target,
     batch: int,
-    known: dict[int, Costs | None],
+    rule: str,
+    known: dict[int, Plan],
 ) -> Drafter | None:
-    """A head's drafter is made for one run and goes with it, states and all; its costs are kept.
+    """A head's drafter is made for one run and goes with it, states and all; its plan is kept.
 
     Heads are compared with the target before any of them is run.
     """
@@ -149,8 +156,9 @@ def _made(
     if not isinstance(drafter, DraftHead):
         return drafter
     if batch not in known:
-        known[batch] = drafting(drafter, shape, target, batch).costs
-    return HeadDrafter(drafter, shape, known[batch])
+        made = drafting(drafter, shape, target, batch, rule)
+        known[batch] = (made.shape, made.costs)
+    return HeadDrafter(drafter, *known[batch])
 
 
 def _stopping_at(

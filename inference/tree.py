@@ -13,8 +13,9 @@ Shapes are written so:
                        and the best one after the first of them
     tree:DxW:N         best-first: D levels, W nodes expanded a level, the N best of all kept
     auto:DxW:N         the same at most: stopped where the measured cost of a round says so
+    off                nothing is drafted: plain decoding
 
-Ranks count from 0, the best. `static:` has no nodes: plain decoding.
+Ranks count from 0, the best.
 
 Shapes: N nodes, n = N + 1 rows of a verify pass, B batch.
 """
@@ -123,9 +124,18 @@ MOST_NODES = 1024
 """Of one tree: its mask alone has as many squared entries."""
 
 WRITTEN = (
-    "write chain:DEPTH, stop:DEPTH:CHANCE, static:0,1,0.0, tree:DEPTHxWIDTH:NODES or "
-    "auto:DEPTHxWIDTH:NODES"
+    "write chain:DEPTH, stop:DEPTH:CHANCE, static:0,1,0.0, tree:DEPTHxWIDTH:NODES, "
+    "auto:DEPTHxWIDTH:NODES or off"
 )
+
+
+def _check_size(nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(f"tree of {nodes} nodes: at most {MOST_NODES} are verified in one round")
+
+
+def _dotted(path: list[int] | tuple[int, ...]) -> str:
+    return ".".join(map(str, path)) or "(the root)"
 
 
 @dataclass(frozen=True)
@@ -254,14 +264,22 @@ class Static:
         return None if found is None else _dotted(found)
 
     def __str__(self) -> str:
-        return "static:" + ",".join(map(_dotted, self.paths))
+        return "static:" + ",".join(map(_dotted, self.paths)) if self.paths else "off"
 
 
 TreeShape = Shape | Static
 
+OFF = Static(())
+"""Draft nothing; `static:` without nodes is another way to write it."""
+
+UNTUNED = Shape(3, 1, 3)
+"""Drafted where no shape is asked for and none was chosen by measuring."""
+
 
 def parse_shape(text: str) -> TreeShape:
     """Read a shape, written as the module says; ValueError says what is wrong, and where."""
+    if text == "off":
+        return OFF
     if match := re.fullmatch(r"chain:(\d+)", text):
         depth = int(match[1])
         return Shape(depth, 1, depth)
@@ -274,12 +292,3 @@ def parse_shape(text: str) -> TreeShape:
         nodes = match[1].split(",") if match[1] else []
         return Static(tuple(tuple(map(int, node.split("."))) for node in nodes))
     raise ValueError(f"tree {text!r}: {WRITTEN}, as in tree:4x4:12")
-
-
-def _check_size(nodes: int) -> None:
-    if nodes > MOST_NODES:
-        raise ValueError(f"tree of {nodes} nodes: at most {MOST_NODES} are verified in one round")
-
-
-def _dotted(path: list[int] | tuple[int, ...]) -> str:
-    return ".".join(map(str, path)) or "(the root)"

@@ -17,6 +17,7 @@ from drafthead.train.terminal import say
 
 if TYPE_CHECKING:
     from drafthead.inference.target import Target
+    from drafthead.inference.tree import TreeShape
 
 TargetOption = Annotated[str, typer.Option("--target", help="Hub id, folder, or `embedded`.")]
 HeadOption = Annotated[
@@ -32,9 +33,11 @@ SiblingOption = Annotated[
 ]
 TREES = (
     "chain:4, stop:7:0.3 (a chain of 7 at most, while its chance is 0.3), static:0,1,0.0 (paths), "
-    "tree:4x4:12 (depth x width:nodes) or auto:4x4:12"
+    "tree:4x4:12 (depth x width:nodes), auto:4x4:12 or off"
 )
-TreeOption = Annotated[str, typer.Option(help=f"{TREES}.")]
+TreeOption = Annotated[
+    str | None, typer.Option(help=f"{TREES}. By default as `tune` chose here, else a short chain.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 SeedOption = Annotated[int, typer.Option(help="Keys the noise: same seed, same text.")]
 RuleOption = Annotated[
@@ -43,7 +46,7 @@ RuleOption = Annotated[
 LossyOption = Annotated[bool, typer.Option("--lossy", help="Allow a rule that changes the text.")]
 
 CHAIN, COUPLED = "chain:3", "coupled"
-"""Tree and rule where none is asked for."""
+"""Tree and rule where none is asked for, nor was a tree tuned."""
 AGAIN = "the same command continues where it was"
 
 
@@ -65,6 +68,13 @@ def dtype_of(name: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"--dtype {name!r}: choose auto, {', '.join(DTYPES)}")
     return name
+
+
+def shape_of(tree: str | None) -> TreeShape | None:
+    """The shape that --tree names; None where it is left to what was tuned (`grow.drafting`)."""
+    from drafthead.inference.tree import parse_shape
+
+    return None if tree is None else parse_shape(tree)
 
 
 def target_of(name: str, dtype: str) -> Target:

@@ -18,7 +18,6 @@ import typer
 from drafthead.data.embedded import EMBEDDED
 from drafthead.train.options import (
     AGAIN,
-    CHAIN,
     DtypeOption,
     HeadOption,
     JsonOption,
@@ -26,6 +25,7 @@ from drafthead.train.options import (
     TreeOption,
     dtype_of,
     make_folder,
+    shape_of,
     show_result,
     target_folder,
     template_arguments,
@@ -131,7 +131,7 @@ def regenerate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The target's name at --endpoint.")] = None,
     head: HeadOption = None,
-    tree: TreeOption = CHAIN,
+    tree: TreeOption = None,
     temperature: Annotated[float, typer.Option(min=0)] = 0.7,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
@@ -159,7 +159,7 @@ def regenerate(
         raise ValueError("--endpoint and --model go together: an address, and a name it knows")
     if endpoint is not None and head is not None:
         raise ValueError("--head drafts for a target that runs here; leave it out with --endpoint")
-    if head is None and tree != CHAIN:
+    if head is None and tree is not None:
         say("no --head: --tree has no effect")
     if endpoint is not None and dtype != "auto":
         say("--dtype: no effect with --endpoint, the server has its own")
@@ -206,13 +206,12 @@ class _Work:
             drop=self.drop,
         )
 
-    def by_target(self, name: str, dtype: str, head: Path | None, tree: str) -> Report:
+    def by_target(self, name: str, dtype: str, head: Path | None, tree: str | None) -> Report:
         from drafthead.inference.compare import Comparison, models, template_of
         from drafthead.inference.grow import drafting
         from drafthead.inference.regenerate import regenerate
-        from drafthead.inference.tree import parse_shape
 
-        shape = parse_shape(tree)
+        shape = shape_of(tree)
         target, heads = models(Comparison(target_folder(name), dtype, head), dtype)
         batch, template = self.answering.batch, self.template_kwargs or template_of(heads)
         if heads and template != template_of(heads):

@@ -5,17 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from tiny import tiny_head, tiny_target
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafthead.heads.base import DraftHead
-from drafthead.inference.costs import (
-    Costs,
-    Payoff,
-    measure,
-    worth_growing,
-    worth_verifying,
-)
+from drafthead.inference.costs import Costs, Growth, measure, worth_growing, worth_verifying
 from drafthead.inference.sibling import Sibling
 from drafthead.inference.target import Target
 
@@ -80,6 +75,26 @@ def test_dearer_steps_never_make_deeper_trees(seed: int) -> None:
     assert depths[-1] == 1
 
 
+def test_another_level_is_guessed_to_catch_the_share_that_the_last_one_caught() -> None:
+    """Literal: 0.9 of 1 caught, so 0.9 · 0.9 more to come; then 0.6 of 0.9, so 0.6 · 2 / 3."""
+    found = [torch.tensor([[0.6, 0.3, 0.0]]).log(), torch.tensor([[0.5, 0.1, 0.0]]).log()]
+    for count, gain, tokens in ((1, 0.81, 1.9), (2, 0.4, 2.5)):
+        # A round of a second and what was drafted; the step may cost as much as it is worth.
+        worth = gain / (tokens - gain * (count - 1))
+        for step, on in ((0.99 * worth, True), (1.01 * worth, False)):
+            costs = Costs(tokens=(1,), seconds=(1.0,), extend=0.0, step=step)
+            assert Growth(2, 14, 1, costs).goes_on(found[:count]) == on
+
+
+def test_steps_of_other_widths_lie_between_those_that_were_timed() -> None:
+    costs = Costs((1,), (1.0,), 0.0, step=0.5, widths=(1, 3), steps=(0.1, 0.3))
+    assert [costs.going_on(w) for w in (1, 2, 4)] == pytest.approx([0.1, 0.2, 0.4])
+    assert CURVE.going_on(7) == CURVE.step
+    assert costs.drafting(2) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="give ascending widths"):
+        Costs((1,), (1.0,), 0.0, 0.5, widths=(3, 1), steps=(0.1, 0.2))
+
+
 @pytest.mark.parametrize(
     ("tokens", "seconds"),
     [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 2), (2.0, 1.0)), ((1,), (0.0,))],
@@ -98,6 +113,10 @@ def test_costs_are_measured_of_heads_and_siblings(target32: Target, batch: int) 
         assert costs.tokens == (1, 2, 3, 5, 9)
         assert costs.extend > 0
         assert costs.step > 0
+        assert costs.widths == ()
+    several = measure(target32, head, widths=(1, 2, 4), batch=batch, context=20, most=2, repeats=1)
+    assert several.widths == (1, 2, 4)
+    assert 0 < several.steps[0] <= several.steps[2]
 
 
 def test_measuring_stays_within_the_positions_of_both(target32: Target) -> None:
@@ -111,26 +130,3 @@ def test_measuring_stays_within_the_positions_of_both(target32: Target) -> None:
     large = Sibling.of(tiny_target(num_layers=1), None, short, check=False)
     for most, longest in ((77, 78), (78, 79), (200, 79)):
         assert measure(short, large, most=most, repeats=1).tokens[-1] == longest
-
-
-def test_drafts_that_promise_less_than_plain_are_left_out_most_of_the_time() -> None:
-    payoff, drafted = Payoff(), 0
-    for _ in range(90):
-        if not payoff.resting():
-            drafted += 1
-            payoff.note(rate=0.8, plain=1.0)
-    assert drafted <= 90 // (Payoff.REST + 1) + 5
-
-
-def test_drafts_that_promise_more_are_never_left_out_and_come_back_when_they_do() -> None:
-    payoff = Payoff()
-    for _ in range(50):
-        assert not payoff.resting()
-        payoff.note(rate=1.3, plain=1.0)
-    for _ in range(200):  # a passage where they do not
-        if not payoff.resting():
-            payoff.note(rate=0.5, plain=1.0)
-    for _ in range(200):
-        if not payoff.resting():
-            payoff.note(rate=1.3, plain=1.0)
-    assert not any(payoff.resting() for _ in range(3))

@@ -9,6 +9,7 @@ from tiny import tiny_target
 from drafthead.inference.masks import attention_of, visible
 from drafthead.inference.target import Target
 from drafthead.inference.tree import (
+    OFF,
     Shape,
     Static,
     Tree,
@@ -124,7 +125,7 @@ def test_chains_and_empty_trees() -> None:
     assert ancestors([Tree()]).tolist() == [[[T]]]
 
 
-UNREADABLE = r"write chain:DEPTH, stop:DEPTH:CHANCE, static:0,1,0\.0, tree:DEPTHxWIDTH:NODES or "
+UNREADABLE = r"write chain:DEPTH, stop:DEPTH:CHANCE, static:0,1,0\.0, tree:DEPTHxWIDTH:NODES, "
 
 
 def test_paths_are_the_tokens_that_lead_to_each_node() -> None:
@@ -162,6 +163,7 @@ def test_laws_are_one_for_each_node_or_none_at_all() -> None:
         ("auto:4x3:12", Shape(4, 3, 12, by_cost=True)),
         ("static:0,1,0.0,0.1,1.0", Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))),
         ("static:", Static(())),
+        ("off", OFF),
         ("static:0,0.0,0.0.0", Static.chain(3)),
         ("tree:10x1:1024", Shape(10, 1, 1024)),
     ],
@@ -182,6 +184,11 @@ def test_a_static_tree_knows_its_measures() -> None:
     assert shape.expanded == 3, "a head goes on from 0, 2 and 0.1"
     assert Static.chain(3).is_chain
     assert (parse_shape("static:").depth, parse_shape("static:").width) == (0, 0)
+
+
+def test_off_is_the_shape_without_nodes_and_written_so() -> None:
+    assert str(parse_shape("static:")) == str(OFF) == "off"
+    assert (OFF.nodes, OFF.depth, OFF.is_chain) == (0, 0, True)
 
 
 def test_chains_are_shapes_of_width_one() -> None:

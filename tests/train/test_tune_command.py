@@ -1,0 +1,75 @@
+"""`drafthead tune` as a user meets it: what it prints, where the choice lies, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import Call, assert_one_line, write_prompts
+from tiny_runs import LAYERS
+
+from drafthead.heads.eagle3 import Eagle3Settings
+from drafthead.inference.target import load_target
+from drafthead.inference.tree import parse_shape
+from drafthead.inference.tuning import read
+
+
+@pytest.fixture(scope="module")
+def head(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained head of the target on disk."""
+    folder = tmp_path_factory.mktemp("heads") / "head"
+    target = load_target(target_folder)
+    contract = target.contract(LAYERS)
+    made = Eagle3Settings(draft_vocab_size=None).build(contract, target.config, None)
+    made.bind(target.model)
+    made.save_pretrained(folder)
+    return folder
+
+
+def test_tune_writes_its_choice_beside_the_head_and_prints_it(
+    head: Path, target_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
+    asked = ["tune", "--head", head, "--target", target_folder, "--dtype", "float32"]
+    asked += ["--prompts", prompts, "--limit", 2, "--max-new-tokens", 4, "--repeats", 1]
+    done = call(*asked, "--batch", 1, "--batch", 2, "--json")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert result["file"] == str(head / "tuning.json")
+    tuning = read(head / "tuning.json")
+    assert {b: str(s) for b, s in tuning.shapes.items()} == {
+        int(b): s for b, s in result["shapes"].items()
+    }
+    assert tuning.shapes.keys() == {1, 2}
+    assert tuning.prompts == 2
+    assert "written to" in done.err
+    elsewhere = tmp_path / "new" / "mine.json"
+    done = call(*asked, "--clock", "cpu", "--out", elsewhere)
+    assert done.out.startswith("batch 1: ")
+    assert len(done.out.splitlines()) == 2, "one and four rows, where none are asked for"
+    assert all(parse_shape(str(shape)) == shape for shape in read(elsewhere).shapes.values())
+    assert "decoding does not look there" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give --head or --sibling, the one that is to be tuned"),
+        (["--head", "x", "--sibling", "y"], "give --head or --sibling"),
+        (["--head", "nowhere"], "nowhere: no config.json"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_line(
+    arguments: list[str], said: str, target_folder: Path, call: Call
+) -> None:
+    assert_one_line(call("tune", *arguments, "--target", target_folder), [said])
+
+
+def test_a_clock_that_is_none_is_one_line(
+    head: Path, target_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 1)
+    done = call("tune", "--head", head, "--target", target_folder, "--dtype", "float32",
+                "--prompts", prompts, "--clock", "sun", "--max-new-tokens", 3)  # fmt: skip
+    assert_one_line(done, ["clock 'sun': choose one of wall, cpu"])

@@ -1,0 +1,152 @@
+"""The verb that measures in which shape a head pays on this machine.
+
+It only reads options and shows results: the work is `inference.tune`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from drafthead.data.embedded import EMBEDDED
+from drafthead.train.options import (
+    DtypeOption,
+    HeadOption,
+    JsonOption,
+    SeedOption,
+    SiblingOption,
+    TargetOption,
+    dtype_of,
+    make_folder,
+    target_folder,
+)
+from drafthead.train.terminal import bars, counting, say
+
+if TYPE_CHECKING:
+    from drafthead.inference.target import Target
+    from drafthead.inference.tuning import Tuning
+
+BATCHES = (1, 4)
+
+
+def tune(
+    head: HeadOption = None,
+    sibling: SiblingOption = None,
+    target: TargetOption = EMBEDDED,
+    dtype: DtypeOption = "auto",
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompt files; default: embedded, from the end that evaluate keeps for last."
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows decoded together; give several; 1 and 4.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts, over all categories.")] = 12,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each decoding that is timed.")] = 2,
+    clock: Annotated[
+        str, typer.Option(help="wall; cpu where others use the processor, too.")
+    ] = "wall",
+    seed: SeedOption = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write here, not where decoding looks for it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure costs and drafts here, and choose the tree for each batch size, or none.
+
+    The choice lies beside the head as tuning.json, and is what generate, evaluate and speculate
+    draft with where no tree is given.
+
+    Example: drafthead tune --head runs/mine/head --batch 1 --batch 4
+    """
+    from drafthead.inference.comparison import Comparison, models
+    from drafthead.inference.lineup import template_of
+    from drafthead.inference.tune import Trial
+    from drafthead.inference.tune import tune as tuning_of
+    from drafthead.inference.tuning import as_dict, folder_of, place_for, write
+
+    if (head is None) == (sibling is None):
+        raise ValueError("give --head or --sibling, the one that is to be tuned")
+    dtype = dtype_of(dtype)
+    if out is not None:
+        make_folder(out)
+    if seed and not temperature:
+        say("--seed: no effect at temperature 0")
+    model, heads = models(Comparison(target_folder(target), dtype, head, sibling), dtype)
+    (drafts,) = heads.values()
+    folder = folder_of(drafts)
+    place = out if out is not None or folder is None else place_for(folder)
+    if place is None:
+        raise ValueError("this head was loaded from no folder: name a file with --out")
+    ids = _prompts(model, prompts or ["samples/test"], limit, max_new_tokens, template_of(heads))
+    trial = Trial(max_new_tokens, temperature, seed, repeats, clock=clock)
+    with bars() as shown:
+        found = tuning_of(
+            model,
+            drafts,
+            ids,
+            batch or BATCHES,
+            trial,
+            progress=counting(shown, "decoding"),
+            stage=say,
+        )
+    write(found, place)
+    if as_json:
+        print(json.dumps(as_dict(found) | {"file": str(place)}))
+    else:
+        for line in _lines(found):
+            print(line)
+    say(f"written to {place}")
+    if out is not None:
+        say("decoding does not look there: without --out it is found by itself")
+
+
+def _prompts(
+    target: Target,
+    names: Sequence[str],
+    limit: int,
+    new_tokens: int,
+    template: dict[str, Any],
+) -> list[list[int]]:
+    """Ids of first turns. The last prompts of the files first: an evaluation begins with the
+    others.
+    """
+    from drafthead.data.chat import ChatFormat
+    from drafthead.inference.compare import prompts_of, spread
+    from drafthead.inference.decoder import check_prompt
+
+    assert target.tokenizer is not None
+    chat = ChatFormat(target.tokenizer, template)
+    known = prompts_of(names, say)[::-1]
+    if not known:
+        raise ValueError(f"{', '.join(names)}: no prompts to tune on")
+    found = []
+    for prompt in spread(known, limit):
+        found.append(chat.prompt_ids(prompt.opening))
+        try:
+            check_prompt(target, found[-1], new_tokens)
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+    return found
+
+
+def _lines(found: Tuning) -> list[str]:
+    """A line for each batch size: what was chosen, and what else was measured."""
+    lines = []
+    for size, shape in found.shapes.items():
+        gains = found.gains[size]
+        told = {name: f"{name} {gain:.2f} ({low:.2f}–{high:.2f})"
+                for name, (gain, low, high) in gains.items()}  # fmt: skip
+        others = ", ".join(text for name, text in told.items() if name != str(shape))
+        best = f"{told[str(shape)]} times plain" if str(shape) in told else "off: nothing pays"
+        also = f"; also {others}" if others else ""
+        lines.append(f"batch {size}: {best}{also}")
+    return lines
