@@ -1,0 +1,151 @@
+"""The verb that answers: one message, or a chat.
+
+It only reads options: the conversation is `inference.chat`, the loop at a terminal `terminal_chat`.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from drafthead.data.embedded import EMBEDDED
+from drafthead.train.options import (
+    COUPLED,
+    DtypeOption,
+    HeadOption,
+    JsonOption,
+    LossyOption,
+    RuleOption,
+    SeedOption,
+    SiblingOption,
+    TargetOption,
+    TreeOption,
+    dtype_of,
+    shape_of,
+    target_folder,
+)
+from drafthead.train.terminal import say
+
+if TYPE_CHECKING:
+    from drafthead.inference.answering import Settings
+    from drafthead.inference.grow import HeadDrafter
+    from drafthead.train.terminal_chat import Told
+
+
+def generate(
+    head: HeadOption = None,
+    sibling: SiblingOption = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="One user message; without it all of standard input, or a chat."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the target is told first.")] = None,
+    target: TargetOption = EMBEDDED,
+    dtype: DtypeOption = "auto",
+    tree: TreeOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    rule: RuleOption = COUPLED,
+    lossy: LossyOption = False,
+    seed: SeedOption = 0,
+    marks: Annotated[
+        bool | None,
+        typer.Option(
+            "--marks/--no-marks",
+            help="Mark drafted text by colour; default: on a terminal, unless NO_COLOR is set.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stream an answer, drafted text marked, with the speed at the end; at a terminal, a chat.
+
+    In a chat, /help lists the commands, a line that ends with a backslash goes on in the next one,
+    Ctrl-C stops an answer and Ctrl-D leaves.
+
+    Example: drafthead generate --head runs/mine/head --prompt "Why is the sky blue?"
+    """
+    from drafthead.data.chat import ChatFormat
+    from drafthead.inference.answering import Settings
+    from drafthead.inference.chat import Chat
+    from drafthead.inference.comparison import Comparison, models
+    from drafthead.inference.grow import drafting
+    from drafthead.inference.lineup import check_rule, template_of
+    from drafthead.inference.recall import RecallingTarget
+    from drafthead.inference.stream import Stream
+    from drafthead.train.lines import Lines
+    from drafthead.train.terminal_chat import TerminalChat
+
+    dtype, shape = dtype_of(dtype), shape_of(tree)
+    check_rule(rule, [] if shape is None else [shape], lossy=lossy)
+    if head is not None and sibling is not None:
+        raise ValueError("--head and --sibling: one of them drafts; give one")
+    settings = Settings(max_new_tokens, temperature, top_k, top_p, seed, rule, lossy)
+    _tell_idle(settings)
+    if head is None and sibling is None and (tree is not None or rule != COUPLED):
+        say("no --head and no --sibling: --tree, --rule and --lossy have no effect")
+    talks = prompt is None and sys.stdin.isatty()
+    said = _all_of_input() if prompt is None and not talks else prompt
+    model, heads = models(Comparison(target_folder(target), dtype, head, sibling), dtype)
+    assert model.tokenizer is not None
+    form = ChatFormat(model.tokenizer, template_of(heads))
+    chat = Chat(form, context=model.context, new_tokens=max_new_tokens, system=system)
+    drafters = (drafting(drafts, shape, model, rule=rule) for drafts in heads.values())
+    drafter = next(drafters, None)
+    answering = RecallingTarget(model) if talks else model
+    talk = TerminalChat(
+        chat,
+        lambda ids, noise: Stream(answering, drafter, ids, settings, noise),
+        _told(settings, drafter, marks, as_json),
+    )
+    if said is None:
+        talk.run(Lines())
+    else:
+        talk.once(said)
+
+
+def _told(
+    settings: Settings, drafter: HeadDrafter | None, marks: bool | None, as_json: bool
+) -> Told:
+    """How answers are shown on this standard output."""
+    from drafthead.train.answer_text import AnswerText, colours
+    from drafthead.train.terminal_chat import Told
+
+    shown = sys.stdout.isatty()
+    if marks and (as_json or not shown):
+        say("--marks: no effect but on text at a terminal")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack some characters
+    costs = None if drafter is None else drafter.costs
+    return Told(
+        AnswerText(marks=colours(marks) and not as_json, guarded=shown),
+        as_json,
+        lossy=settings.lossy and drafter is not None,
+        greedy=settings.temperature == 0,
+        plain_per_s=None if costs is None else 1 / costs.verify(1),
+    )
+
+
+def _tell_idle(settings: Settings) -> None:
+    """Say which options a temperature of 0 leaves nothing to act on."""
+    given = {
+        f"--rule {settings.rule}": settings.rule in ("rejection", "block"),
+        "--top-k": settings.top_k > 0,
+        "--top-p": settings.top_p < 1,
+        "--seed": settings.seed != 0,
+    }
+    idle = ", ".join(name for name, was in given.items() if was)
+    if settings.temperature == 0 and idle:
+        say(f"{idle}: no effect at temperature 0")
+
+
+def _all_of_input() -> str:
+    text = sys.stdin.read().strip()
+    if not text:
+        raise ValueError("no prompt: give --prompt TEXT, or write one to standard input")
+    return text
