@@ -34,7 +34,7 @@ test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, some 
 	  sed -nE '/PASSED|FAILED|ERROR|passed|failed/ { s/ *\[ *[0-9]+%\]//; s/ in [0-9.]+s.*//; p }' \
 	  build/matrix.tmp > tests/matrix.log; rm build/matrix.tmp; exit $$code
 
-test-kill: $(VENV)/.installed  ## kill extract, regenerate and train at ten moments and at every write
+test-kill: $(VENV)/.installed  ## kill extract, regenerate, train and evaluate at ten moments and at every write
 	$(BIN)/pytest -v -p no:cacheprovider tests/kill_*.py $(ARGS)
 
 lint: $(VENV)/.installed  ## check style and formatting

@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from drafthead.data.conversations import Message, Prompt
-from drafthead.data.files import held, write_atomically
+from drafthead.data.files import held, sound_lines, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class _Part:
 
     def _resume(self, header: Mapping[str, Any]) -> bool:
         """Take over what a part file holds; False where not even its header is whole."""
-        lines, sound = _sound_lines(self.path)
+        lines, sound = sound_lines(self.path)
         if not lines:
             return False
         if lines[0] != json.loads(json.dumps(header)):
@@ -305,30 +305,3 @@ def _line_of(path: Path, found: object) -> _Line:
         raise ValueError(
             f"{path}: damaged (a line is no conversation: {where} {first['msg']}); remove it"
         ) from error
-
-
-def _sound_lines(path: Path) -> tuple[list[Any], int]:
-    """The whole lines of a part file, and the bytes that they take.
-
-    A kill may have cut the last line, and a machine that lost its power may have left what it
-    never wrote: what is unreadable at the end is left out. Unreadable lines before sound ones are
-    no such thing: ValueError.
-    """
-    lines: list[Any] = []
-    sound = size = 0
-    bad: ValueError | None = None
-    with path.open("rb") as file:
-        for text in file:
-            size += len(text)
-            try:
-                line = json.loads(text)
-            except ValueError as error:
-                bad = bad or error
-                continue
-            if not text.endswith(b"\n"):
-                continue
-            if bad is not None:
-                raise ValueError(f"{path}: damaged ({bad}); remove it") from bad
-            lines.append(line)
-            sound = size
-    return lines, sound

@@ -1,240 +1,235 @@
-"""One evaluation as a whole: load target and head, read prompts, measure, compare in fp32.
+"""One evaluation as a whole: load target and drafters, read prompts, measure, make the files.
 
 What the command and the demo share above `evaluate`, which measures drafters that exist already.
 """
 
 from __future__ import annotations
 
-import platform
+import json
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from drafthead.data.chat import ChatFormat
-from drafthead.data.conversations import Prompt, read_prompts
-from drafthead.data.embedded import REFERENCE, data_path, reference_head
-from drafthead.heads import load_head
-from drafthead.heads.base import DraftHead
-from drafthead.inference.decoder import check_prompt
-from drafthead.inference.drafters import Drafter, LookupDrafter, MergedDrafter
-from drafthead.inference.evaluate import (
-    PLAIN,
-    Answer,
-    Settings,
-    evaluate,
-    identity,
-    plain_record,
-    record,
-    text_of,
+from drafthead.data.conversations import Prompt, Skips, read_prompts
+from drafthead.data.embedded import data_path
+from drafthead.data.files import write_atomically
+from drafthead.inference.bench import Bench, same_draw, versions
+from drafthead.inference.comparison import Comparison, models
+from drafthead.inference.evaluate import PLAIN, Answer, Measured
+from drafthead.inference.language import with_languages
+from drafthead.inference.lineup import check_rule, fitted, line_up, opened, template_of
+from drafthead.inference.log import (
+    ANSWERS,
+    RESULT,
+    ROUNDS,
+    Cell,
+    answers_table,
+    check_folder,
+    journal,
+    rounds_table,
+    write_parquet,
 )
-from drafthead.inference.grow import check_rule_of, drafting
-from drafthead.inference.sibling import load_sibling
-from drafthead.inference.simulate import simulate
-from drafthead.inference.target import Target, load_target
-from drafthead.inference.tree import TreeShape, parse_shape
-from drafthead.inference.verify import RULES
+from drafthead.inference.tree import parse_shape
 
-LOOKUP = 8
-"""Tokens that prompt lookup proposes."""
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]
 
+__all__ = [
+    "Comparison",
+    "check_rule",
+    "compare",
+    "fitted",
+    "line_up",
+    "models",
+    "opened",
+    "prompts_of",
+    "records_of",
+    "spread",
+    "template_of",
+    "versions",
+]
 
-@dataclass(frozen=True)
-class Comparison:
-    """What to evaluate."""
-
-    target: str
-    dtype: str
-    head: Path | None = None
-    sibling: str | None = None
-    """Folder or Hub id of a smaller model that drafts, too."""
-    prompts: tuple[str, ...] = ("samples/test",)
-    """Prompt files; `samples/NAME` is an embedded one."""
-    trees: tuple[str, ...] = ("chain:3",)
-    """Head and sibling draft with each; the first also serves in the merged drafter."""
-    limit: int | None = None
-    """Most prompts, taken from the categories in turn."""
-    identity: int = 4
-    """Prompts on which every drafter is compared with plain decoding in float32."""
-    identity_tokens: int = 32
-    settings: Settings = field(default_factory=Settings)
+Tables = tuple["pd.DataFrame", "pd.DataFrame"]
+"""Of rounds and of answers."""
 
 
 def compare(
     asked: Comparison,
     *,
+    out: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     stage: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure: `records` by drafter name, simulated tau, settings and versions."""
+    """Measure everything asked for; what evaluation.json holds.
+
+    With a folder, a run that was stopped goes on from its journal there, and tables, result and
+    page are written beside it. Raises ValueError where no prompt could be answered.
+    """
     shapes = [parse_shape(tree) for tree in asked.trees]
     check_rule(asked.settings.rule, shapes, lossy=asked.settings.lossy)
-    prompts = prompts_of(asked.prompts, stage)
-    prompts = spread(prompts, asked.limit or len(prompts))
-    target, heads = models(asked, asked.dtype)
-    template = template_of(heads)
-    drafters = line_up(target, heads, shapes)
-    _first_turns(target, prompts, template, asked.settings.max_new_tokens)
-    answers = evaluate(
-        target, prompts, drafters, asked.settings, template_kwargs=template, progress=progress
-    )
-    result = _simulated(asked, target, heads, shapes, answers)
-    sample = text_of(target, answers[PLAIN][0])
-    del target, heads, drafters  # before the float32 copies are made
-    same: dict[str, dict[str, Any]] = {}
-    # Ratio rules keep the target's law, not plain decoding's very draw from it.
-    greedy = asked.settings.temperature == 0 and RULES[asked.settings.rule].exact
-    same_draw = greedy or asked.settings.rule == "coupled"
-    if asked.identity and same_draw:
-        stage("comparing with plain decoding in float32")
-        same = _identity(asked, shapes, prompts[: asked.identity])
-    return result | {
-        "records": records_of(answers, same, same_draw, asked.settings.lossy),
-        "prompts": len(prompts),
-        "new_tokens": asked.settings.max_new_tokens,
-        "settings": asdict(asked.settings),
-        "lossy": asked.settings.lossy,
-        "trees": [str(shape) for shape in shapes],
-        "dtype": asked.dtype,
-        "sample": sample,
-        "versions": versions(),
-    }
+    if out is not None:
+        check_folder(out)
+    prompts, skipped = _prompts(asked, stage)
+    bench = Bench(asked, *models(asked, asked.dtype), shapes, prompts)
+    result = bench.described() | {"skipped": skipped}
+    sitting = {"date": _now(), "machine": result["machine"], "versions": result["versions"]}
+    with journal(out, bench.header(), sitting) as kept:
+        measured = bench.measured(kept, progress)
+        result |= {"failed": _failed(measured)} | bench.beside(measured, kept, stage)
+        answers = {cell: found.answers for cell, found in measured.items()}
+        tables = rounds_table(answers), answers_table(answers, bench.texts)
+        identical = bench.identical(kept, stage)  # it gives the target up
+        drifts = bench.drifts(measured, kept, stage)
+        result |= {"sittings": len(kept.sittings), "drift": drifts}
+    result["cells"] = _cells(asked, answers, tables, identical)
+    return _written(out, result, tables)
 
 
-def models(asked: Comparison, dtype: str) -> tuple[Target, dict[str, DraftHead]]:
-    """Target, and what drafts for it by name: `head` and `sibling`, where they are asked for."""
-    # The head first: it is read in no time, and a target would be loaded in vain for a bad one.
-    head = None if asked.head is None else opened(asked.head, dtype)
-    target = load_target(asked.target, dtype)
-    heads: dict[str, DraftHead] = {}
-    if head is not None:
-        heads["head"] = fitted(head, target)
-    if asked.sibling is not None:
-        heads["sibling"] = load_sibling(asked.sibling, target, dtype)
-    return target, heads
-
-
-def _simulated(
+def _cells(
     asked: Comparison,
-    target: Target,
-    heads: Mapping[str, DraftHead],
-    shapes: Sequence[TreeShape],
-    answers: Mapping[str, Sequence[Answer]],
+    answers: Mapping[Cell, Mapping[str, Sequence[Answer]]],
+    tables: Tables,
+    identical: Mapping[tuple[float, int], Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Records by temperature and batch. ValueError where nothing at all was timed."""
+    places = list(dict.fromkeys((cell.temperature, cell.batch) for cell in answers))
+    cells = []
+    for temperature, batch in places:
+        repeats = [
+            a for c, a in answers.items() if (c.temperature, c.batch) == (temperature, batch)
+        ]
+        rounds, given = (
+            t[(t["temperature"] == temperature) & (t["batch"] == batch)] for t in tables
+        )
+        found = records_of(
+            repeats,
+            identical.get((temperature, batch), {}),
+            same_draw=same_draw(asked, temperature),
+            lossy=asked.settings.lossy,
+            tables=(rounds, given),
+        )
+        cells.append({"temperature": temperature, "batch": batch, "records": found})
+    if not any(cell["records"] for cell in cells):
+        raise ValueError("nothing to time: every answer ended with its first token")
+    return cells
+
+
+def records_of(
+    repeats: Sequence[Mapping[str, Sequence[Answer]]],
+    same: Mapping[str, Mapping[str, Any]],
+    *,
+    same_draw: bool = True,
+    lossy: bool = False,
+    tables: Tables | None = None,
 ) -> dict[str, Any]:
-    """What the head's first chain should come to on these greedy answers."""
-    named = zip(_names("head", shapes), shapes, strict=True)
-    chains = [
-        (name, shape)
-        for name, shape in named
-        if shape.is_chain and shape.nodes and getattr(shape, "stop", None) is None
-    ]
-    if not chains or "head" not in heads or asked.settings.temperature > 0:
-        return {}
-    name, shape = chains[0]
-    texts = [(a.ids, a.prompt_length) for a in answers[name]]
-    told = simulate(heads["head"], target, texts, shape.depth)
-    return {"simulated_tau": told.tau, "simulated_tau_interval": list(told.tau_interval)}
+    """Records by drafter name, plain first, of one temperature and batch; none without a round.
 
-
-def _identity(
-    asked: Comparison, shapes: Sequence[TreeShape], prompts: Sequence[Prompt]
-) -> dict[str, dict[str, Any]]:
-    tokens = min(asked.identity_tokens, asked.settings.max_new_tokens)
-    settings = replace(asked.settings, max_new_tokens=tokens)
-    target, heads = models(asked, "float32")
-    ids = _first_turns(target, prompts, template_of(heads), tokens)
-    return identity(target, ids, line_up(target, heads, shapes), settings)
-
-
-def template_of(heads: Mapping[str, DraftHead]) -> dict[str, Any]:
-    """The template arguments that the head was trained with; none without a head."""
-    return dict(heads["head"].contract.template_kwargs) if "head" in heads else {}
-
-
-def _first_turns(
-    target: Target, prompts: Sequence[Prompt], template: dict[str, Any], new_tokens: int
-) -> list[list[int]]:
-    """Ids of the first turn of each prompt, refused by name where they do not fit the target."""
-    assert target.tokenizer is not None
-    chat = ChatFormat(target.tokenizer, template)
-    turns = []
-    for prompt in prompts:
-        turns.append(chat.prompt_ids(prompt.opening))
-        try:
-            check_prompt(target, turns[-1], new_tokens)
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
-    return turns
-
-
-def line_up(
-    target: Target, heads: Mapping[str, DraftHead], shapes: Sequence[TreeShape]
-) -> dict[str, Drafter]:
-    """A report's drafters, apart, so that none is credited with another's gain.
-
-    Prompt lookup, every head with every shape, and the lookup merged with the first head.
+    repeats: the answers of each; same: what `identity` found. Without `same_draw` no text is held
+    against plain's. `lossy` marks all but plain: their texts are not the target's own. `tables`
+    of these answers, where they are made already.
     """
-    table: dict[str, Drafter] = {"lookup": LookupDrafter(LOOKUP, longest=3, shortest=2)}
-    for who, head in heads.items():
-        for name, shape in zip(_names(who, shapes), shapes, strict=True):
-            table[name] = drafting(head, shape, target)
-    for who in [*heads][:1]:
-        first = table[_names(who, shapes)[0]]  # never both at once, so they may be one
-        table["merged"] = MergedDrafter(LookupDrafter(LOOKUP, longest=3, shortest=1), first)
+    from drafthead.inference.records import agreement, records, repeated
+
+    if tables is None:
+        cells = {Cell(n, 0.0, 1): answers for n, answers in enumerate(repeats, start=1)}
+        tables = rounds_table(cells), answers_table(cells, lambda given: "")
+    table = records(*tables)
+    plain = repeats[0][PLAIN]
+    for name, record in table.items():
+        record["repeated"] = repeated([answers[name] for answers in repeats])
+        if name != PLAIN:
+            record["lossy"] = lossy
+            record["identical"] = same.get(name)
+            record["agreement"] = agreement(repeats[0][name], plain) if same_draw else None
     return table
 
 
-def _names(who: str, shapes: Sequence[TreeShape]) -> list[str]:
-    return [who] if len(shapes) == 1 else [f"{who} {shape}" for shape in shapes]
+def _failed(measured: Mapping[Cell, Measured]) -> list[dict[str, Any]]:
+    """What was not answered and why, once for all repeats."""
+    rows = [
+        {
+            "prompt": failure.prompt,
+            "turn": failure.turn,
+            "temperature": cell.temperature,
+            "batch": cell.batch,
+            "drafter": failure.drafter,
+            "reason": failure.reason,
+        }
+        for cell, found in measured.items()
+        for failure in found.failed
+    ]
+    return [row for index, row in enumerate(rows) if row not in rows[:index]]
 
 
-def opened(folder: Path, dtype: str) -> DraftHead:
-    """Load a head, unbound; before its target, which takes longer and would be loaded in vain.
+def _written(out: Path | None, result: dict[str, Any], tables: Tables) -> dict[str, Any]:
+    """The result as JSON has it; with a folder, its files are written first."""
+    from drafthead.inference.records import finite
 
-    `reference` is the one that comes with the embedded target, where no folder is called so.
-    """
-    if str(folder) == REFERENCE and not folder.exists():
-        folder = reference_head()
-    return load_head(folder, getattr(torch, dtype))
+    result = json.loads(json.dumps(finite(result), default=str))
+    if out is None:
+        return result
+    from drafthead.inference.report import write_evaluation
 
-
-def fitted(head: DraftHead, target: Target) -> DraftHead:
-    """Bind a head, and let it change the target where it does; one made for another target,
-    tokenizer or template is refused.
-    """
-    contract = head.contract
-    contract.check(target.contract(contract.layers, contract.template_kwargs))
-    head.bind(target.model)
-    head.adapt(target.model)
-    return head
+    for name, table in zip((ROUNDS, ANSWERS), tables, strict=True):
+        write_parquet(out / name, table)
+    write_atomically(out / RESULT, json.dumps(result, indent=2, ensure_ascii=False))
+    write_evaluation(out, result)
+    return result
 
 
-def check_rule(name: str, shapes: Sequence[TreeShape], *, lossy: bool) -> None:
-    """Refuse a rule that is unknown or lossy unasked, or that cannot verify one of these shapes."""
-    if name not in RULES:
-        raise ValueError(f"rule {name!r}: choose one of {', '.join(RULES)}")
-    rule = RULES[name]
-    if lossy == rule.exact:
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+# Prompts
+
+
+def _prompts(
+    asked: Comparison, stage: Callable[[str], None]
+) -> tuple[list[Prompt], dict[str, int]]:
+    """The prompts to answer, with languages and names of their own, and rows that were none."""
+    skipped: Counter[str] = Counter()
+
+    def counted(name: str, skips: Skips) -> None:
+        skipped.update(skips.counts)
+        stage(f"{name}: {skips.summary()}")
+
+    found = _read(asked.prompts, counted)
+    prompts = with_languages(_distinct(spread(found, asked.limit or len(found))))
+    if len(prompts) < max(asked.batches):
         raise ValueError(
-            f"rule {name!r} is exact: leave --lossy out"
-            if lossy
-            else f"rule {name!r} changes the text: ask for it with --lossy, or use 'coupled'"
+            f"batch {max(asked.batches)}: there are {len(prompts)} prompts, which leave slots "
+            "empty; give more prompts, or a smaller batch"
         )
-    for shape in shapes:
-        check_rule_of(shape, name)
+    return prompts, dict(skipped)
+
+
+def _distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, an id that is there already with a number: figures are by prompt."""
+    seen: Counter[str] = Counter()
+    found = []
+    for prompt in prompts:
+        seen[prompt.id] += 1
+        again = seen[prompt.id] > 1
+        found.append(replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}") if again else prompt)
+    return found
 
 
 def prompts_of(names: Sequence[str], stage: Callable[[str], None]) -> list[Prompt]:
     """Prompts of all files, `samples/NAME` being an embedded one; skipped rows are told."""
+    return _read(names, lambda name, skips: stage(f"{name}: {skips.summary()}"))
+
+
+def _read(names: Sequence[str], skipping: Callable[[str, Skips], None]) -> list[Prompt]:
     prompts: list[Prompt] = []
     for name in names:
         found, skips = read_prompts(data_path(name))
         prompts += found
         if skips.total:
-            stage(f"{name}: {skips.summary()}")
+            skipping(name, skips)
     return prompts
 
 
@@ -246,34 +241,3 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     ranks = max(map(len, by_category.values()))
     turns = [c[i] for i in range(ranks) for c in by_category.values() if i < len(c)]
     return turns[:count]
-
-
-def records_of(
-    answers: Mapping[str, Sequence[Answer]],
-    same: Mapping[str, dict[str, Any]],
-    same_draw: bool = True,
-    lossy: bool = False,
-) -> dict[str, Any]:
-    """Records by drafter name, plain first; without `same_draw` no text is held against plain's.
-
-    `lossy` marks all but plain: their texts are not the target's own.
-    """
-    plain = answers[PLAIN]
-    table: dict[str, Any] = {PLAIN: plain_record(plain)}
-    for name, given in answers.items():
-        if name != PLAIN:
-            table[name] = record(name, given, plain, same.get(name))
-            table[name]["lossy"] = lossy
-            if not same_draw:
-                table[name]["agreement"] = None
-    return table
-
-
-def versions() -> dict[str, str]:
-    """What the figures were measured with."""
-    packages = ("drafthead", "torch", "transformers", "accelerate")
-    return {
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        **{name: version(name) for name in packages},
-    }

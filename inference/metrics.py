@@ -7,7 +7,9 @@ A *round* is one verifying target forward (a prefill is none; a round without a 
 - conditional a_k = s_k / s_{k-1}, with s_0 = 1;
 - tau: tokens emitted per round, the target's own included: tau = 1 + sum_k s_k - cut, where
   cut is what stop tokens and limits removed, per round;
-- all are means over rounds (micro), with a bootstrap interval over prompts.
+- all are means over rounds (micro), with a bootstrap interval over prompts;
+- speed is tokens of the rounds per second of the rounds, all over all, and a speed-up the ratio of
+  two speeds on the same prompts, which its interval resamples together.
 
 Figures on given text, without decoding, are *simulated* and carry that word.
 """
@@ -16,10 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from drafthead.inference.tree import Tree
+
+Numbers = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Interval = tuple[float, float]
+
+RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,13 @@ class Round:
     """Tokens added to the text: accepted + 1, less what a stop or limit cut."""
     source: str = ""
     """Which drafter made the draft; empty where nothing was drafted."""
+    depth: int = 0
+    """Of the deepest node."""
 
     @classmethod
     def of(cls, tree: Tree, accepted: int, emitted: int) -> Round:
-        return cls(len(tree), accepted, emitted, tree.source if len(tree) else "")
+        source, depth = (tree.source, max(tree.depths)) if len(tree) else ("", 0)
+        return cls(len(tree), accepted, emitted, source, depth)
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ def conditional(survivals: Sequence[float]) -> tuple[float, ...]:
 
 
 def acceptance(
-    prompts: Sequence[Sequence[Round]], *, resamples: int = 1000, seed: int = 0
+    prompts: Sequence[Sequence[Round]], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Acceptance:
     """Figures of the rounds of each prompt. Raises ValueError where no round was made."""
     rounds = [r for prompt in prompts for r in prompt]
@@ -84,29 +95,63 @@ def acceptance(
         raise ValueError("no round was decoded: ask for at least 2 new tokens per prompt")
     s = survival([r.accepted for r in rounds], len(rounds))
     emitted, accepted = sum(r.emitted for r in rounds), sum(r.accepted for r in rounds)
-    counts = np.array([[sum(r.emitted for r in p), len(p)] for p in prompts if p], dtype=float)
+    by_prompt = np.array([sum(r.emitted for r in p) for p in prompts if p], dtype=float)
+    made = np.array([len(p) for p in prompts if p], dtype=float)
     return Acceptance(
         rounds=len(rounds),
         drafted=sum(r.drafted for r in rounds),
         accepted=accepted,
         emitted=emitted,
         tau=emitted / len(rounds),
-        tau_interval=bootstrap_ratio(counts, resamples=resamples, seed=seed),
+        tau_interval=bootstrap(by_prompt, made, resamples=resamples, seed=seed)[0],
         cut=(accepted + len(rounds) - emitted) / len(rounds),
         survival=s,
         conditional=conditional(s),
     )
 
 
-def bootstrap_ratio(
-    counts: np.ndarray[tuple[int, int], np.dtype[np.float64]], *, resamples: int, seed: int
-) -> tuple[float, float]:
-    """95 % interval of sum(counts[:, 0]) / sum(counts[:, 1]), rows (prompts) resampled."""
+def bootstrap(
+    top: Numbers,
+    bottom: Numbers,
+    base_top: Numbers | None = None,
+    base_bottom: Numbers | None = None,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> list[Interval]:
+    """95 % intervals of ratios of sums over prompts, which are resampled; one for each column.
+
+    All (P,) or (P, F): of sum(top) / sum(bottom), or, where the base is given, of that over
+    sum(base_top) / sum(base_bottom) of the same resampled prompts. Resamples in which a ratio has
+    nothing below its line are left out of its interval; NaN where all are.
+    """
+    prompts = len(top)
+    picks = _picks(prompts, resamples, seed)
+
+    def ratio(above: Numbers, below: Numbers) -> Numbers:
+        sums = [picks @ part.reshape(prompts, -1) for part in (above, below)]  # (R, F) each
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Numbers = sums[0] / sums[1]
+        return found
+
+    ratios = ratio(top, bottom)
+    if base_top is not None and base_bottom is not None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = ratios / ratio(base_top, base_bottom)
+    intervals = []
+    for column in ratios.T:
+        known = column[np.isfinite(column)]
+        ends = np.quantile(known, [0.025, 0.975]) if len(known) else (np.nan, np.nan)
+        intervals.append((float(ends[0]), float(ends[1])))
+    return intervals
+
+
+@lru_cache(maxsize=8)
+def _picks(prompts: int, resamples: int, seed: int) -> Numbers:
+    """(R, P) how often each prompt is in each resample."""
     rng = np.random.default_rng(seed)
-    picks = rng.integers(0, len(counts), size=(resamples, len(counts)))
-    sums = counts[picks].sum(axis=1)
-    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
-    return float(low), float(high)
+    drawn = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
+    return drawn.astype(float)
 
 
 def walk_rounds(

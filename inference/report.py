@@ -1,147 +1,186 @@
-"""A self-contained HTML page of one run: table, curves, settings; no network, no script."""
+"""The page of an evaluation: one file that needs no network, no script and no other file.
+
+It reads the result, and beside it in the folder the certificate and the tuning where they are.
+"""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{{ title }}</title><style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1a1a1a; background: #fff }
-.scroll { overflow-x: auto } table { border-collapse: collapse } img { max-width: 100% }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ccc;
-  white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
-pre { overflow-x: auto; background: #f4f4f4; padding: 1rem }
-</style></head><body>
-<h1>{{ title }}</h1><p>{{ summary }}</p>
-<div class="scroll"><table><tr>{% for h in header %}<th>{{ h }}</th>{% endfor %}</tr>
-{% for row in table %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
-</table></div>
-<p>tau is tokens emitted per verifying forward of the target, its own token included, with a 95 %
-bootstrap interval over prompts. Speed leaves out the prefill on every side; plain is the same loop
-without a draft. Identical compares ids with plain decoding in fp32.</p> {% for figure in figures
-%}<h2>{{ figure.title }}</h2> <img alt="{{ figure.title }}" src="data:image/svg+xml;base64,{{
-figure.data }}">{% endfor %} <h2>Settings and versions</h2><pre>{{ details }}</pre> </body></html>
-"""
+from drafthead.data.files import write_atomically
+from drafthead.inference import tables
+from drafthead.inference.plots import drawings, png, smallest_batch, svg
+from drafthead.inference.summary import large, sentences, verdict
 
-HEADER = ("drafter", "tau", "95 %", "tokens/s", "speed-up", "CPU speed-up", "identical")
+FIGURES = (
+    "speed", "survival", "round", "category", "language", "context", "drift", "losses"
+)  # fmt: skip
+DEEPEST = 6
+"""Of the heat map's colours; what was accepted deeper has the last one."""
 
 
-def table_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Cells of the comparison, as the terminal and the page show them; plain is the first row."""
-    rows = []
-    for name, r in records.items():
-        if "tau" not in r:
-            rows.append([name, "1.00", "", f"{r['tokens_per_s']:.1f}", "1.00", "1.00", ""])
-            continue
-        same = r["identical"]
-        rows.append(
-            [
-                f"{name} (lossy)" if r.get("lossy") else name,
-                f"{r['tau']:.2f}",
-                "{:.2f}–{:.2f}".format(*r["tau_interval"]),
-                f"{r['tokens_per_s']:.1f}",
-                f"{r['speedup']:.2f}",
-                f"{r['cpu_speedup']:.2f}",
-                f"{same['equal']} of {same['of']}" if same else "not checked",
-            ]
-        )
+def write_evaluation(
+    folder: Path, result: Mapping[str, Any], losses: Sequence[tuple[int, float]] = ()
+) -> Path:
+    """Write `report.html` and `figures/*.png` into `folder` and give the page's path.
+
+    `losses` are (step, loss) pairs of the head's training. Raises ValueError where a
+    `certificate.json` or `tuning.json` in the folder is not one.
+    """
+    result = {**result, "cells": [c for c in result["cells"] if c["records"]]}
+    certificate = _beside(folder / "certificate.json", "checks")
+    tuning = _beside(folder / "tuning.json", "shapes")
+    drawn = drawings(result, losses)
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    for name in FIGURES:  # one of an earlier run would pass for this run's
+        (folder / "figures" / f"{name}.png").unlink(missing_ok=True)
+    for drawing in drawn:
+        write_atomically(folder / "figures" / f"{drawing.name}.png", png(drawing))
+    figures = [(d.name, d.title, d.caption, Markup(svg(d))) for d in drawn]
+    text = page(result, figures, certificate, tuning)
+    write_atomically(folder / "report.html", text.encode("utf-8", "replace"))
+    return folder / "report.html"
+
+
+def page(
+    result: Mapping[str, Any],
+    figures: Sequence[tuple[str, str, str, Markup]],
+    certificate: Mapping[str, Any] | None,
+    tuning: Mapping[str, Any] | None,
+) -> str:
+    """The page as text; `figures` are name, title, caption and SVG of each."""
+    words = verdict(result, certificate)
+    narrow, samples = smallest_batch(result["cells"]), _samples(result.get("samples") or [])
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["short"] = tables.short
+    template = (files("drafthead.inference") / "page.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        result=result,
+        verdict=words,
+        first=sentences(result, words),
+        cells=[(_place(c), tables.comparison(c["records"])) for c in result["cells"]],
+        figures=figures,
+        certificate=certificate,
+        same=tables.same_text(result["cells"], result["target"]["dtype"]),
+        simulated=tables.simulated(result["simulated"]) if result["simulated"] else None,
+        behind=_behind(narrow),
+        samples=samples,
+        shades=sorted({t["shade"] for s in samples for x in s["texts"] for t in x["tokens"]} - {0}),
+        deepest=DEEPEST,
+        drifts=[(n, d, tables.drifted(d)) for n, d in tables.drifts(result).items()],
+        tuning=tables.tuned(tuning) if tuning else None,
+        heads=_heads(result["heads"]),
+        setup=_setup(result),
+        contracts=json.dumps(
+            {name: head.get("contract") for name, head in result["heads"].items()},
+            indent=2,
+            ensure_ascii=False,
+            default=str,
+        ),
+        sample=result.get("sample"),
+    )
+
+
+def facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested values as rows of a dotted name and a text."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            rows += facts(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            rows.append((f"{prefix}{key}", f"{value:.4g}"))
+        elif isinstance(value, list | tuple):
+            rows.append((f"{prefix}{key}", ", ".join(map(str, value)) or "none"))
+        else:
+            rows.append((f"{prefix}{key}", "none" if value in (None, {}) else str(value)))
     return rows
 
 
-def profile_rows(records: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of a mean round by part: milliseconds, and their share of the round."""
-    parts = list(next(iter(records.values()))["round_ms"])
-    rows = []
-    for name, record in records.items():
-        spent = record["round_ms"]
-        whole = sum(spent.values())
-        cells = [f"{spent[part]:.2f} ({100 * spent[part] / whole:.0f} %)" for part in parts]
-        rows.append([name, f"{whole:.2f}", *cells])
-    return ["ms of a round", "all", *parts], rows
+def _beside(path: Path, key: str) -> dict[str, Any] | None:
+    """A JSON object that has this key; None where the file is not there."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); make it again, or move it away") from None
+    if not isinstance(found, dict) or key not in found:
+        raise ValueError(f"{path}: has no {key!r}; make it again, or move it away")
+    return found
 
 
-def write_report(
-    path: Path,
-    *,
-    title: str,
-    summary: str,
-    records: Mapping[str, Mapping[str, Any]],
-    losses: Sequence[tuple[int, float]],
-    details: Mapping[str, Any],
-) -> None:
-    """Write the page; `losses` are (step, loss) pairs of the training, empty if there was none."""
-    drafted = {name: r for name, r in records.items() if "tau" in r}
-    figures = [
-        (
-            "Survival by depth: share of rounds whose first k drafted tokens were accepted",
-            _survival(drafted),
-        ),
-        ("Tokens per second", _speeds(records)),
-    ]
-    if losses:
-        figures.insert(0, ("Training loss by step", _losses(losses)))
-    page = (
-        Environment(autoescape=True)
-        .from_string(PAGE)
-        .render(
-            title=title,
-            summary=summary,
-            header=HEADER,
-            table=table_rows(records),
-            figures=[{"title": name, "data": data} for name, data in figures],
-            details=json.dumps(details, indent=2, default=str),
+def _place(cell: Mapping[str, Any]) -> str:
+    return f"Temperature {cell['temperature']:g}, batch {cell['batch']}"
+
+
+def _behind(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, tables.Table]]:
+    """Title and table of the figures behind the drawings."""
+    found = []
+    for cell in cells:
+        records, place = cell["records"], f"temperature {cell['temperature']:g}"
+        found.append(
+            (f"Survival and conditional acceptance by depth, {place}", tables.depths(records))
         )
-    )
-    path.write_text(page, encoding="utf-8")
+        for by in ("category", "language", "context"):
+            table = tables.groups(records, f"by_{by}")
+            if table.rows:
+                found.append((f"By {by}, {place}", table))
+        drafted = tables.sources(records)
+        if drafted is not None:
+            found.append((f"By which drafter made the draft, {place}", drafted))
+    return [(title, table) for title, table in found if table.rows]
 
 
-def _survival(records: Mapping[str, Mapping[str, Any]]) -> str:
-    figure, axes = _axes("depth k", "survival")
-    for name, r in records.items():
-        depths = range(1, len(r["survival"]) + 1)
-        axes.plot(depths, r["survival"], marker="o", label=name)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend()
-    return _svg(figure)
+def _samples(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each prompt's texts, a drafter each, with the shade of every token."""
+    prompts: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        entry = {"prompt": sample["prompt"], "category": sample["category"], "texts": []}
+        tokens = [
+            {
+                "text": token["text"],
+                "shade": min(token["depth"], DEEPEST),
+                "fell": token["fell"],
+                "said": _said(token["depth"], token["fell"]),
+            }
+            for token in sample["tokens"]
+        ]
+        drafted = sum(token["depth"] > 0 for token in sample["tokens"])
+        text = {"drafter": sample["drafter"], "tokens": tokens, "drafted": drafted}
+        prompts.setdefault(sample["prompt"], entry)["texts"].append(text)
+    return list(prompts.values())
 
 
-def _speeds(records: Mapping[str, Mapping[str, Any]]) -> str:
-    figure, axes = _axes("", "tokens/s")
-    names = list(records)
-    bars = axes.bar(names, [records[name]["tokens_per_s"] for name in names])
-    axes.bar_label(bars, fmt="%.1f")
-    return _svg(figure)
+def _said(depth: int, fell: bool) -> str:
+    own = "the target’s own, where a draft fell" if fell else "the target’s own"
+    return f"accepted at depth {depth}" if depth else own
 
 
-def _losses(losses: Sequence[tuple[int, float]]) -> str:
-    figure, axes = _axes("optimiser step", "loss")
-    axes.plot(*zip(*losses, strict=True), marker="o" if len(losses) < 30 else None)
-    return _svg(figure)
+def _heads(heads: Mapping[str, Mapping[str, Any]]) -> tables.Table:
+    rows = [
+        [name, h["type"], large(h["parameters"]), str(h["folder"])] for name, h in heads.items()
+    ]
+    return tables.Table(["drafter", "type", "parameters", "folder"], rows)
 
 
-def _axes(x: str, y: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # imported here: it costs a second that other verbs save
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _svg(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return base64.b64encode(buffer.getvalue()).decode()
+def _setup(result: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Title and rows of everything that decides the figures."""
+    run = ["prompts", "turns", "files", "trees", "new_tokens", "repeats", "sittings"]
+    run += ["skipped", "training", "seconds"]
+    shown = {key: result[key] for key in run if result.get(key) is not None}
+    return [
+        ("Target", facts(result["target"])),
+        ("Run", facts(shown)),
+        ("Settings", facts(result["settings"])),
+        ("Machine", facts(result["machine"])),
+        ("Versions", facts(result["versions"])),
+    ]

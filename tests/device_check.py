@@ -30,7 +30,7 @@ def main() -> None:
     assert resumed["steps"] == trained["steps"], "a finished run has nothing left to do"
     lines = [f"{device}: {trained['steps']} steps, {trained['positions_per_s']:.0f} positions/s"]
     for shape in ("chain", "tree"):
-        records = read(out, f"evaluate-{shape}")["records"]
+        records = read(out, f"evaluate-{shape}")["cells"][0]["records"]
         drafted = {name: record for name, record in records.items() if "tau" in record}
         assert "head" in drafted
         for name, record in drafted.items():

@@ -6,7 +6,15 @@ import sys
 
 import typer
 
-from drafthead.train import terminal, verbs_data, verbs_train, verbs_use
+from drafthead.train import (
+    terminal,
+    verbs_certify,
+    verbs_data,
+    verbs_evaluate,
+    verbs_generate,
+    verbs_train,
+    verbs_tune,
+)
 
 app = typer.Typer(
     help="Train draft heads for a frozen language model, decode without loss, measure the gain.",
@@ -20,8 +28,10 @@ app.command()(verbs_data.regenerate)
 app.command()(verbs_train.estimate)
 app.command()(verbs_train.extract)
 app.command()(verbs_train.train)
-app.command()(verbs_use.evaluate)
-app.command()(verbs_use.generate)
+app.command()(verbs_evaluate.evaluate)
+app.command()(verbs_generate.generate)
+app.command()(verbs_certify.certify)
+app.command()(verbs_tune.tune)
 app.command()(verbs_train.demo)
 
 

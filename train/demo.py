@@ -16,7 +16,7 @@ from drafthead.data.embedded import REFERENCE, default_target, fetch_target
 from drafthead.data.files import write_atomically
 from drafthead.inference.compare import Comparison, compare
 from drafthead.inference.evaluate import Settings
-from drafthead.inference.report import write_report
+from drafthead.inference.report import write_evaluation
 from drafthead.inference.target import serving_dtype
 from drafthead.train.config import load_config
 from drafthead.train.loop import run
@@ -70,14 +70,38 @@ def demo(out: Path, size: DemoSize, watcher: Watcher) -> dict[str, Any]:
     )
     measured = compare(asked, progress=watcher.prompts, stage=watcher.stage)
     watcher.stage("evaluating the reference head, trained for longer")
-    other = replace(asked, head=Path(REFERENCE), trees=(size.reference_tree,))
-    reference = compare(other, progress=watcher.prompts, stage=watcher.stage)["records"]
+    other = replace(asked, head={"reference head": Path(REFERENCE)}, trees=(size.reference_tree,))
+    reference = compare(other, progress=watcher.prompts, stage=watcher.stage)
     training = {k: v for k, v in asdict(trained).items() if k not in ("head", "out")}
-    result: dict[str, Any] = measured.pop("records") | measured | {"training": training}
-    result |= {f"reference {name}": reference[name] for name in ("head", "merged")}
-    result["seconds"] = time.monotonic() - began
-    _write(out, result)
+    seconds = time.monotonic() - began
+    both = _together(measured, reference) | {"training": training, "seconds": seconds}
+    result = _flat(both)
+    write_atomically(out / "result.json", json.dumps(result, indent=2, default=str))
+    write_evaluation(out, json.loads(json.dumps(both, default=str)), _losses(out))
     return result
+
+
+def _together(measured: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """One evaluation with the reference head's rows behind the others, in the order of `ROWS`."""
+    cell, other = measured["cells"][0], reference["cells"][0]["records"]
+    rows = {"reference head": "reference head", "reference merged": "merged"}
+    records = cell["records"] | {name: other[row] | {"name": name} for name, row in rows.items()}
+    return measured | {
+        "cells": [cell | {"records": records}],
+        **{key: measured[key] | reference[key] for key in ("heads", "simulated")},
+        "trees": [*measured["trees"], *reference["trees"]],
+    }
+
+
+def _flat(result: dict[str, Any]) -> dict[str, Any]:
+    """What `result.json` holds: the records by name, and everything else beside them."""
+    told = result["simulated"].get("head")
+    chain = (
+        {"simulated_tau": told["tau"], "simulated_tau_interval": told["interval"]} if told else {}
+    )
+    kept = {k: v for k, v in result.items() if k not in ("cells", "samples", "simulated")}
+    flat: dict[str, Any] = result["cells"][0]["records"] | chain | kept
+    return flat
 
 
 def _train(out: Path, size: DemoSize, watcher: Watcher) -> TrainResult:
@@ -91,22 +115,10 @@ def _train(out: Path, size: DemoSize, watcher: Watcher) -> TrainResult:
     return run(load_config(PRESET, overrides), resume=resume, progress=watcher.training)
 
 
-def _write(out: Path, result: dict[str, Any]) -> None:
-    write_atomically(out / "result.json", json.dumps(result, indent=2, default=str))
-    losses = []
-    for line in (out / "train" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
-        if event.get("loss") is not None:
-            losses.append((int(event["step"]), float(event["loss"])))
-    write_report(
-        out / "report.html",
-        title="drafthead demo",
-        summary=(
-            f"An EAGLE-3 head for SmolLM2-135M-Instruct, drafting {result['trees'][0]} on "
-            f"{result['prompts']} held-out prompts, {result['new_tokens']} new tokens each, "
-            f"greedy, {result['dtype']}."
-        ),
-        records={name: result[name] for name in ROWS},
-        losses=losses,
-        details={k: v for k, v in result.items() if k not in ROWS},
-    )
+def _losses(out: Path) -> list[tuple[int, float]]:
+    """Step and loss of each step of the training."""
+    events = [
+        json.loads(line)
+        for line in (out / "train" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return [(int(e["step"]), float(e["loss"])) for e in events if e.get("loss") is not None]

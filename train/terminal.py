@@ -54,16 +54,51 @@ def say(text: str, style: str | None = None) -> None:
 
 def table(records: Mapping[str, Any], remark: bool) -> None:
     """The comparison of drafters: the result, or a remark beside a JSON result."""
-    from drafthead.inference.report import HEADER, table_rows
+    from drafthead.inference.tables import HEADER, table_rows
 
     _table(HEADER, table_rows(records), remark)
 
 
-def profile(records: Mapping[str, Any], remark: bool) -> None:
-    """A mean round of each drafter by part."""
-    from drafthead.inference.report import profile_rows
+def evaluation(result: Mapping[str, Any], by: Sequence[str], profile: bool, remark: bool) -> None:
+    """The tables of an evaluation: the result, or a remark beside a JSON result.
 
-    _table(*profile_rows(records), remark)
+    by: groups that have a table, too, as `category`; profile: also a mean round by part.
+    """
+    from drafthead.inference import tables
+
+    cells = [cell for cell in result["cells"] if cell["records"]]
+    for cell in cells:
+        where = f"temperature {cell['temperature']:g}, batch {cell['batch']}"
+        title = where if len(cells) > 1 else None
+        records = cell["records"]
+        _table(tables.HEADER, tables.table_rows(records), remark, title)
+        for group in by:
+            found = tables.groups(records, f"by_{group}")
+            rows = [[" ".join(filter(None, _cell(c))) for c in row] for row in found.rows]
+            _table(found.header, rows, remark, title)
+        if profile:
+            _table(*tables.profile_rows(records), remark, title)
+    reasons = [f"{_turn(failure)}: {failure['reason']}" for failure in result["failed"]]
+    for reason in dict.fromkeys(reasons):
+        say(f"failed: {reason}", "yellow")
+    for name, told in result["simulated"].items():
+        if not told["agrees"]:
+            say(
+                f"{name}: simulated tau {told['tau']:.2f}, decoded {told['decoded_tau']:.2f}: "
+                "training and decoding do not agree",
+                "yellow",
+            )
+
+
+def _turn(failure: Mapping[str, Any]) -> str:
+    whose = f", {failure['drafter']}" if failure["drafter"] else ""
+    return f"prompt {failure['prompt']!r}, turn {failure['turn']}{whose}"
+
+
+def _cell(cell: str | tuple[str, str]) -> tuple[str, str]:
+    """A figure and its remark, in brackets."""
+    figure, remark = (cell, "") if isinstance(cell, str) else cell
+    return figure, f"({remark})" if remark else ""
 
 
 def forecast(estimate: Estimate, remark: bool) -> None:
@@ -87,10 +122,12 @@ def run_table(folder: Path) -> None:
         say(line)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], remark: bool) -> None:
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], remark: bool, title: str | None = None
+) -> None:
     # A file or a pipe has no width that the table would have to fit.
     width = None if (sys.stderr if remark else sys.stdout).isatty() else 160
-    shown = Table(*header)
+    shown = Table(*header, title=title)
     for row in rows:
         shown.add_row(*row)
     Console(stderr=remark, width=width, markup=False).print(shown)
@@ -183,6 +220,9 @@ def set_up() -> None:
     # Where it is installed, `save_pretrained` imports it in any process, and it then warns on
     # standard output, between the results, that there is no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    # The same for torchao, whose kernels for GPUs are not for this torch.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def run(app: typer.Typer) -> int:

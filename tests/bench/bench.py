@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
 from drafthead.data.embedded import default_target, fetch_target
 from drafthead.inference.compare import Comparison, compare
 from drafthead.inference.evaluate import Settings
-from drafthead.inference.report import HEADER, table_rows
+from drafthead.inference.tables import HEADER, table_rows
 from drafthead.inference.target import serving_dtype
 from drafthead.train.config import load_config
 from drafthead.train.loop import run
@@ -81,16 +81,16 @@ def train(out: Path, minutes: float) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """Print a stage as Markdown."""
+    records = result["cells"][0]["records"]
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
-    for row in table_rows(result["records"]):
+    for row in table_rows(records):
         print(f"| {' | '.join(row)} |")
-    for drafter, record in result["records"].items():
+    for drafter, record in records.items():
         parts = ", ".join(f"{part} {ms:.1f}" for part, ms in record["round_ms"].items())
         print(f"{drafter}: ms of a round: {parts}")
-    if "simulated_tau" in result:
-        low, high = result["simulated_tau_interval"]
-        tau = result["simulated_tau"]
-        print(f"simulated tau of the first chain: {tau:.3f} ({low:.2f}–{high:.2f})")
+    for name, told in result["simulated"].items():
+        low, high = told["interval"]
+        print(f"{name}: simulated tau {told['tau']:.3f} ({low:.2f}–{high:.2f})")
 
 
 if __name__ == "__main__":

@@ -239,9 +239,9 @@ def compared(
     """Records by shape, plain's among them, and the first one's texts, prompts' lengths beside."""
     drafters = {shape: drafting(head, parse_shape(shape), target) for shape in shapes}
     kwargs = dict(head.contract.template_kwargs)
-    answers = evaluate(target, asked, drafters, settings, template_kwargs=kwargs)
+    answers = evaluate(target, asked, drafters, settings, template_kwargs=kwargs).answers
     texts = [(answer.ids, answer.prompt_length) for answer in answers[shapes[0]]]
-    return records_of(answers, {}), texts
+    return records_of([answers], {}), texts
 
 
 if __name__ == "__main__":

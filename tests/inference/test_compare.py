@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from tiny import tiny_target, tiny_tokenizer
 
 from drafthead.heads.eagle3 import Eagle3Settings
 from drafthead.inference.compare import Comparison, compare
 from drafthead.inference.evaluate import Settings
+from drafthead.inference.lineup import named
 from drafthead.inference.sibling import Sibling
 from drafthead.inference.target import load_target
 
@@ -27,24 +30,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings.build(target.contract((2, 4, 5)), target.config, None).save_pretrained(made / "head")
     small = tiny_target(num_layers=2)
     Sibling.of(small, tiny_tokenizer(), target).save_pretrained(made / "sibling")
-    prompts = [{"id": word, "category": "chat", "turns": [word]} for word in ("Hello", "Why?")]
+    prompts = [
+        {"id": "hello", "category": "chat", "turns": ["Hello", "More?"]},
+        {"question_id": 81, "category": "writing", "turns": ["Why?"], "reference": []},
+        {"id": "hello", "turns": ["Warum?"], "language": "de"},
+        {"id": "none", "turns": []},
+    ]
     (made / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     return made
 
 
-def evaluated(folder: Path, *trees: str, head: bool = False, sibling: bool = False) -> Any:
-    asked = Comparison(
+def asked(folder: Path, *trees: str, **other: Any) -> Comparison:
+    return Comparison(
         str(folder / "target"),
         "float32",
-        head=folder / "head" if head else None,
-        sibling=str(folder / "sibling") if sibling else None,
         prompts=(str(folder / "prompts.jsonl"),),
         trees=trees or ("chain:2",),
-        identity=1,
-        identity_tokens=8,
-        settings=Settings(max_new_tokens=8),
+        **{"identity": 1, "identity_tokens": 8, "settings": Settings(max_new_tokens=8)} | other,
     )
-    return compare(asked)
+
+
+def evaluated(folder: Path, *trees: str, head: bool = False, sibling: bool = False) -> Any:
+    return compare(
+        asked(
+            folder,
+            *trees,
+            head=folder / "head" if head else None,
+            sibling=str(folder / "sibling") if sibling else None,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,14 +78,109 @@ def test_a_report_is_of_what_was_given(
     folder: Path, given: dict[str, bool], names: list[str]
 ) -> None:
     result = evaluated(folder, **given)
-    assert list(result["records"]) == names
-    assert all(r["identical"]["equal"] == 1 for r in result["records"].values() if "tau" in r)
-    assert ("simulated_tau" in result) == ("head" in names)
+    (cell,) = result["cells"]
+    assert (cell["temperature"], cell["batch"]) == (0, 1)
+    assert list(cell["records"]) == names
+    assert all(r["identical"]["equal"] == 1 for r in cell["records"].values() if "tau" in r)
+    drafting = [name for name in names if name in ("head", "sibling")]
+    assert list(result["simulated"]) == list(result["heads"]) == drafting
+    assert all(told["agrees"] for told in result["simulated"].values())
+    assert list(result["costs"]) == (["1"] if drafting else [])
 
 
 def test_a_tree_without_nodes_is_plain_decoding_and_nothing_is_simulated(folder: Path) -> None:
     """Another chain's figure stands in, where there is one."""
     result = evaluated(folder, "static:", head=True)
-    assert result["records"]["head"]["tau"] == 1.0
-    assert "simulated_tau" not in result
-    assert "simulated_tau" in evaluated(folder, "static:", "chain:2", head=True)
+    assert result["cells"][0]["records"]["head"]["tau"] == 1.0
+    assert result["simulated"] == {}
+    assert list(evaluated(folder, "static:", "chain:2", head=True)["simulated"]) == ["head chain:2"]
+
+
+def test_a_grid_of_several_heads_that_is_stopped_anywhere_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As the run in one sitting, but for its seconds."""
+    grid = asked(
+        folder,
+        head={"one": folder / "head", "two": folder / "head"},
+        batches=(2, 1),
+        repeats=2,
+        settings=Settings(max_new_tokens=4),
+    )
+    whole = compare(grid, out=tmp_path / "whole")
+    total = len(grid.cells) * whole["turns"]
+    for moment in (total // 2, total):
+
+        def stop(done: int, total: int, moment: int = moment) -> None:
+            if done == moment:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            compare(grid, out=tmp_path / "pieces", progress=stop)
+    pieces = compare(grid, out=tmp_path / "pieces")
+    assert pieces["sittings"] == 3
+    assert whole["sittings"] == 1
+    assert [(c["temperature"], c["batch"]) for c in whole["cells"]] == [(0.0, 2), (0.0, 1)]
+    for ours, theirs in zip(whole["cells"], pieces["cells"], strict=True):
+        assert list(ours["records"]) == ["plain", "lookup", "one", "two", "merged"]
+        for name, record in ours["records"].items():
+            other = theirs["records"][name]
+            assert record["repeated"] == {"equal": 4, "of": 4} == other["repeated"]
+            if name == "plain":
+                continue
+            assert all(record[key] == other[key] for key in ("tau", "tau_interval", "survival"))
+            assert record["agreement"]["equal"] == 4
+            assert record["identical"]["equal"] == 1
+            assert list(record["by_category"]) == ["chat", "other", "writing"]
+            assert record["by_language"]["de"]["prompts"] == 1
+    assert whole["failed"] == []
+    assert whole["skipped"] == {"no user turn": 1}
+    assert (whole["prompts"], whole["turns"]) == (3, 4)
+    check_files(tmp_path / "whole", whole)
+    with pytest.raises(ValueError, match="begun with another repeats"):
+        compare(replace(grid, repeats=1), out=tmp_path / "pieces")
+
+
+def check_files(out: Path, result: dict[str, Any]) -> None:
+    """The figures of evaluation.json, made again of the tables beside it."""
+    assert json.loads((out / "evaluation.json").read_text()) == result
+    assert (out / "report.html").is_file()
+    rounds, answers = (
+        pd.read_parquet(out / "rounds.parquet"),
+        pd.read_parquet(out / "answers.parquet"),
+    )
+    assert set(answers["prompt"]) == {"hello", "81", "hello#2"}
+    for cell in result["cells"]:
+        r = rounds.query(f"temperature == {cell['temperature']} and batch == {cell['batch']}")
+        of = {name: r[r.drafter == name] for name in cell["records"]}
+        speed = {name: own.emitted.sum() / own.seconds.sum() for name, own in of.items()}
+        for name, record in cell["records"].items():
+            assert record["tokens_per_s"] == pytest.approx(speed[name])
+            if name != "plain":
+                assert record["tau"] == of[name].emitted.mean()
+                assert record["speedup"] == pytest.approx(speed[name] / speed["plain"])
+                deep = range(1, of[name].accepted.max() + 1)
+                assert record["survival"] == [(of[name].accepted >= k).mean() for k in deep]
+
+
+def test_no_prompt_that_can_be_answered_is_an_error(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"could be answered: prompt 'hello': .* context of 256"):
+        compare(asked(folder, settings=Settings(max_new_tokens=255)))
+
+
+def test_a_batch_that_prompts_cannot_fill_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="batch 4: there are 3 prompts"):
+        compare(asked(folder, batches=(1, 4)))
+
+
+def test_names_of_heads(tmp_path: Path) -> None:
+    """One is called `head`; several as their folders, or as they are told."""
+    (tmp_path / "mine" / "head").mkdir(parents=True)
+    mine = str(tmp_path / "mine" / "head")
+    assert named([mine], "head") == {"head": mine}
+    assert named([f"x={mine}"], "head") == {"x": mine}
+    assert named([mine, "reference"], "head") == {"mine": mine, "reference": "reference"}
+    assert named([f"ours={mine}", "org/model"], "sibling") == {"ours": mine, "model": "org/model"}
+    for wrong in ([mine, mine], ["plain=a", "b"], ["a=x", "a=y"]):
+        with pytest.raises(ValueError, match="is taken; give each as NAME=FOLDER"):
+            named(wrong, "head")

@@ -11,7 +11,7 @@ import pytest
 from drafthead.inference.metrics import (
     Round,
     acceptance,
-    bootstrap_ratio,
+    bootstrap,
     conditional,
     survival,
     walk_rounds,
@@ -96,10 +96,39 @@ def test_the_interval_contains_tau_and_is_the_same_twice(seed: int) -> None:
 
 def test_the_interval_is_over_prompts_not_rounds() -> None:
     """Rounds of one prompt are alike; two prompts that differ leave the mean uncertain."""
-    counts = np.array([[100.0, 100.0], [500.0, 100.0]])
-    assert bootstrap_ratio(counts, resamples=500, seed=0) == (1, 5)
-    alike = np.array([[300.0, 100.0]] * 2)
-    assert bootstrap_ratio(alike, resamples=500, seed=0) == (3, 3)
+    rounds = np.array([100.0, 100.0])
+    assert bootstrap(np.array([100.0, 500.0]), rounds) == [(1, 5)]
+    assert bootstrap(np.array([300.0, 300.0]), rounds) == [(3, 3)]
+
+
+def test_the_interval_of_a_speed_up_resamples_both_sides_together() -> None:
+    """A prompt that is slow on both sides says nothing; sides apart would."""
+    tokens, seconds = np.array([50.0, 50.0, 50.0]), np.array([1.0, 10.0, 100.0])
+    assert bootstrap(tokens, seconds, tokens, 2 * seconds) == [(2, 2)]
+    [(low, high)] = bootstrap(tokens, seconds)
+    assert high > 10 * low
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_interval_covers_what_a_plain_loop_of_resamples_covers(seed: int) -> None:
+    """Two columns of ratios of ratios, against one resample at a time by random.choices."""
+    rng, drawn = np.random.default_rng(seed), random.Random(seed)
+    a, c = rng.uniform(1, 5, (2, 12, 2))
+    b, d = rng.uniform(1, 5, (2, 12, 1))
+    found = bootstrap(a, b, c, d, resamples=4000, seed=seed)
+    ratios = []
+    for _ in range(4000):
+        picks = drawn.choices(range(12), k=12)
+        ratios.append(a[picks].sum(0) / b[picks].sum(0) / (c[picks].sum(0) / d[picks].sum(0)))
+    for column, interval in zip(np.array(ratios).T, found, strict=True):
+        assert interval == pytest.approx(tuple(np.quantile(column, [0.025, 0.975])), rel=0.06)
+
+
+def test_a_resample_with_nothing_below_the_line_is_left_out() -> None:
+    """Only one of the prompts got so deep; where it is not picked there is no rate."""
+    [(low, high), nothing] = bootstrap(np.array([[2.0, 0], [0, 0]]), np.array([[4.0, 0], [0, 0]]))
+    assert (low, high) == (0.5, 0.5)
+    assert np.isnan(nothing).all()
 
 
 def test_a_prompt_without_rounds_counts_for_nothing() -> None:
@@ -122,7 +151,7 @@ def test_figures_of_no_accepted_token() -> None:
 
 
 def test_a_round_names_its_source_only_if_something_was_drafted() -> None:
-    assert Round.of(chain([4], source="head"), 1, 2) == Round(1, 1, 2, "head")
+    assert Round.of(chain([4, 5], source="head"), 1, 2) == Round(2, 1, 2, "head", 2)
     assert Round.of(Tree(source="head"), 0, 1).source == ""
 
 

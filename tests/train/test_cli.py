@@ -7,8 +7,6 @@ rest calls the same entry point in this process.
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import shutil
 import signal
@@ -98,21 +96,25 @@ def test_train_writes_a_head_and_nothing_but_its_result_on_standard_output(place
 def test_evaluate_prints_its_records_and_nothing_else(place: Place, tmp_path: Path) -> None:
     command = ["evaluate", "--head", place.head, "--target", place.target, "--json"]
     command += ["--prompts", place.prompts, "--max-new-tokens", "8", "--dtype", "float32"]
-    command += ["--identity", "3", "--out", tmp_path / "new" / "result.json"]
+    command += ["--identity", "3", "--out", tmp_path / "new" / "result"]
     done = subprocess.run(
         [*COMMAND, *map(str, command)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert not NOISE.search(done.stderr), done.stderr
     result = json.loads(done.stdout)
-    assert json.loads((tmp_path / "new" / "result.json").read_text()) == result
-    assert list(result["records"]) == ["plain", "lookup", "head", "merged"]
+    assert json.loads((tmp_path / "new" / "result" / "evaluation.json").read_text()) == result
+    files = {"journal.jsonl", "rounds.parquet", "answers.parquet", "report.html"}
+    assert all((tmp_path / "new" / "result" / name).is_file() for name in files)
+    (cell,) = result["cells"]
+    assert list(cell["records"]) == ["plain", "lookup", "head", "merged"]
     assert result["prompts"] == 4
     assert result["new_tokens"] == 8
     assert result["trees"] == ["chain:3"]
-    assert result["dtype"] == "float32"
-    assert {"simulated_tau", "settings", "sample", "versions"} <= result.keys()
-    for name, record in result["records"].items():
+    assert result["target"]["dtype"] == "float32"
+    assert result["simulated"]["head"]["agrees"]
+    assert {"settings", "sample", "versions", "machine", "costs"} <= result.keys()
+    for name, record in cell["records"].items():
         assert record["tokens_per_s"] > 0
         assert {"draft", "verify", "accept", "commit", "other"} == record["round_ms"].keys()
         if name == "plain":
@@ -167,33 +169,6 @@ def test_a_seed_gives_the_same_text_with_a_head_and_without(place: Place, call: 
     assert plain.code == 0, plain.err
     assert call(*told, "--seed", 3, "--head", place.head).out == plain.out
     assert call(*told, "--seed", 4, "--head", place.head).out != plain.out
-
-
-@pytest.mark.slow
-def test_a_chat_in_a_terminal_goes_on_until_an_empty_line(place: Place) -> None:
-    ours, theirs = pty.openpty()
-    command = ["generate", "--target", str(place.target), "--dtype", "float32"]
-    command += ["--head", str(place.head), "--max-new-tokens", "8"]
-    process = subprocess.Popen([*COMMAND, *command], stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    try:
-        screen = ""
-        for said in ("hello", "and then?", ""):
-            screen = read_until(ours, "> ")
-            os.write(ours, f"{said}\n".encode())
-        assert process.wait(timeout=60) == 0
-        assert "tokens per round" in screen
-    finally:
-        process.kill()
-        os.close(ours)
-
-
-def read_until(terminal: int, mark: str, seconds: float = 120.0) -> str:
-    seen, end = "", time.monotonic() + seconds
-    while not seen.endswith(mark):
-        assert time.monotonic() < end, seen
-        seen += os.read(terminal, 4096).decode(errors="replace")
-    return seen
 
 
 def test_regenerate_writes_conversations_that_can_be_trained_on(
@@ -329,7 +304,7 @@ def test_a_reader_that_leaves_ends_generate_quietly(patient_target: Path) -> Non
         process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=60) == 141, "as shells report a closed pipe"
     finally:
         process.kill()
 
@@ -358,7 +333,7 @@ def test_the_demo_does_the_whole_job_and_a_second_time_only_measures(
     assert {"python", "torch", "transformers"} <= result["versions"].keys()
     page = (tmp_path / "demo" / "report.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
-    assert page.count("<img") == page.count('src="data:image/svg+xml;base64,') == 3
+    assert all(name in page for name in ("reference head", "Training"))
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stderr

@@ -98,8 +98,21 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["no prompt", "--prompt TEXT"],
     ),
     "train: out below a file": ("train --config {config} out={file}/run", ["file/run"]),
-    "evaluate: out below a file": (f"{EVALUATE} --out {{file}}/result.json", ["{file}"]),
-    "evaluate: out is a folder": (f"{EVALUATE} --out {{empty}}", ["{empty}", "name a file"]),
+    "evaluate: out below a file": (f"{EVALUATE} --out {{file}}/result", ["{file}"]),
+    "evaluate: out is a file": (f"{EVALUATE} --out {{file}}", ["{file}", "name a folder"]),
+    "evaluate: large batch": (f"{EVALUATE} --batch 1 --batch 99", ["batch 99", "smaller batch"]),
+    "evaluate: group": (
+        f"{EVALUATE} --by colour",
+        ["--by 'colour'", "category, language"],
+    ),
+    "evaluate: against without a head": (
+        "evaluate --target {target} --prompts {prompts} --dtype float32 --against int8",
+        ["--against", "give one with --head"],
+    ),
+    "evaluate: heads of one name": (
+        f"{EVALUATE} --head {{head}}",
+        ["--head", "NAME=FOLDER"],
+    ),
     "regenerate: out below a file": (
         "regenerate {prompts} --out {file}/out.jsonl --target {target}",
         ["{file}"],

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Call, Place, assert_one_line
+from command import Call, Place, assert_one_line, write_prompts
 
 from drafthead.train.options import template_arguments
 from drafthead.train.terminal import bars
@@ -30,13 +30,14 @@ def generate(place: Place) -> list[object]:
 def test_evaluate_without_head_and_sibling_measures_lookup_and_says_so(
     evaluate: list[object], call: Call, tmp_path: Path
 ) -> None:
-    out = tmp_path / "result.json"
-    done = call(*evaluate, "--identity", 1, "--json", "--profile", "--out", out)
+    out = tmp_path / "result"
+    done = call(*evaluate, "--identity", 1, "--json", "--profile", "--by", "category", "--out", out)
     assert done.code == 0, done.err
     result = json.loads(done.out)
-    assert json.loads(out.read_text()) == result
-    assert list(result["records"]) == ["plain", "lookup"]
-    assert result["records"]["lookup"]["identical"]["equal"] == 1
+    assert json.loads((out / "evaluation.json").read_text()) == result
+    records = result["cells"][0]["records"]
+    assert list(records) == ["plain", "lookup"]
+    assert records["lookup"]["identical"]["equal"] == 1
     assert "no --head and no --sibling: only prompt lookup drafts\n" in done.err
     assert "ms of a round" in done.err, "the heading stays on one line where nothing is narrow"
     told = call(*evaluate, "--identity", 0, "--tree", "tree:2x2:4").err
@@ -70,7 +71,7 @@ def test_a_lossy_rule_is_asked_for_and_marked_in_every_output(
     assert json.loads(call(*generate, "--json").out)["lossy"] is False
     done = call(*evaluate, *typical, "--lossy")
     assert "head (lossy)" in done.out
-    assert done.err.startswith("lossy: rule 'typical'")
+    assert "lossy: rule 'typical' accepts" in done.err
 
 
 def test_a_sibling_drafts_the_targets_own_text(
@@ -84,8 +85,9 @@ def test_a_sibling_drafts_the_targets_own_text(
     both: list[object] = ["--head", place.head, "--sibling", place.target]
     assert_one_line(call(*generate, *both), ["--head and --sibling", "give one"])
     result = json.loads(call(*evaluate, *both, "--identity", 1, "--json").out)
-    assert list(result["records"]) == ["plain", "lookup", "head", "sibling", "merged"]
-    assert all(r["identical"]["equal"] == 1 for n, r in result["records"].items() if n != "plain")
+    records = result["cells"][0]["records"]
+    assert list(records) == ["plain", "lookup", "head", "sibling", "merged"]
+    assert all(r["identical"]["equal"] == 1 for n, r in records.items() if n != "plain")
 
 
 def test_template_arguments_are_read_one_by_one_or_together() -> None:
@@ -110,3 +112,21 @@ def test_what_libraries_print_at_work_is_no_result(capsys: pytest.CaptureFixture
     sys.stdout.write("the result\n")
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("the result\n", "built successfully\n")
+
+
+def test_heads_are_named_and_a_grid_is_shown_cell_by_cell(
+    place: Place, call: Call, tmp_path: Path
+) -> None:
+    """What fails is told; the rest of the run is not lost."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    with prompts.open("a") as file:
+        file.write(json.dumps({"id": "endless", "turns": ["word " * 400]}) + "\n")
+    told = ["evaluate", "--target", place.target, "--dtype", "float32", "--max-new-tokens", 4]
+    heads = ["--head", f"one={place.head}", "--head", f"two={place.head}"]
+    grid = ["--batch", 1, "--batch", 2, "--identity", 0, "--tree", "chain:1"]
+    done = call(*told, *heads, *grid, "--prompts", prompts)
+    assert done.code == 0, done.err
+    rows = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
+    assert rows == ["plain", "lookup", "one", "two", "merged"] * 2
+    assert all(f"temperature 0, batch {batch}" in done.out for batch in (1, 2))
+    assert done.err.count("failed: prompt 'endless', turn 1: prompt of") == 1

@@ -127,7 +127,7 @@ def test_two_stages_then_the_command_decodes_the_adapted_target(
     caplog.clear()
     told = call(*command, "--max-new-tokens", 12)
     assert told.code == 0, told.err
-    record = json.loads(told.out)["records"]["head"]
+    record = json.loads(told.out)["cells"][0]["records"]["head"]
     assert record["identical"]["equal"] == record["identical"]["of"] == 3
     assert record["agreement"]["equal"] == 3
     assert "is, without loss, that of 'tiny' as adapted" in caplog.text

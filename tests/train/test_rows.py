@@ -64,9 +64,8 @@ def test_f09_training_evaluation_and_serving_see_the_same_ids_with_one_bos() -> 
     assert tokenizer("Hi")["input_ids"][0] == bos
     target, fmt = Target(three_layers(), tokenizer), ChatFormat(tokenizer)
     ((row,), _) = build_rows([ask("Hi", "Paris")], fmt, 128)
-    (answer,) = evaluate(target, [Prompt("p", "qa", ["Hi"])], {}, Settings(max_new_tokens=2))[
-        "plain"
-    ]
+    measured = evaluate(target, [Prompt("p", "qa", ["Hi"])], {}, Settings(max_new_tokens=2))
+    (answer,) = measured.answers["plain"]
     evaluated = answer.ids[: answer.prompt_length]
     trained = row.ids[: row.mask.index(True)]
     generated = fmt.prompt_ids([Message("user", "Hi")])

@@ -1,0 +1,63 @@
+"""`drafthead evaluate`, killed at ten random moments and at every fail-point (make test-kill)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from command import COMMAND, write_prompts
+from killing import Job, Run, count, moments, points, survive
+from tiny_runs import three_layers, write_target
+
+
+def evaluating(folder: Path) -> Job:
+    """The job, on a tiny target and prompts in `folder`; prompt lookup drafts."""
+    target = write_target(folder / "target", three_layers())
+    prompts = write_prompts(folder / "prompts.jsonl", 3)
+
+    def argv(root: Path) -> list[str]:
+        told = ["--target", str(target), "--dtype", "float32", "--max-new-tokens", "12"]
+        grid = ["--batch", "1", "--batch", "2", "--identity", "1"]
+        out = ["--prompts", str(prompts), "--out", str(root / "out")]
+        return [*COMMAND, "evaluate", *out, *told, *grid]
+
+    def check(root: Path) -> None:
+        """Whatever is in place is whole."""
+        if (root / "out" / "evaluation.json").exists():
+            json.loads((root / "out" / "evaluation.json").read_text())
+            figures(root)
+
+    return Job(argv, argv, figures, check)
+
+
+def figures(root: Path) -> bytes:
+    """All rounds but for their seconds, in the order of the table."""
+    rounds = pd.read_parquet(root / "out" / "rounds.parquet")
+    told = rounds[[name for name in rounds if not name.endswith("seconds")]]
+    return str(told.to_json(orient="records")).encode()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return evaluating(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job, root: Path) -> Run:
+    return count(job.start(root), root)
+
+
+def test_ten_random_moments(job: Job, whole: Run, root: Path, tmp_path: Path) -> None:
+    survive(job, whole, root, moments(whole, 10, seed=1), tmp_path)
+
+
+def test_every_fail_point(job: Job, whole: Run, root: Path, tmp_path: Path) -> None:
+    assert sum(point.what == "torn write" for point in whole.points) > 6
+    survive(job, whole, root, points(whole), tmp_path)

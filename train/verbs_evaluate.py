@@ -1,0 +1,169 @@
+"""The verb that measures: what heads gain on prompts, beside plain decoding and untrained drafters.
+
+It only reads options and shows results: the work is `inference.compare`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from drafthead.data.embedded import EMBEDDED
+from drafthead.train import terminal
+from drafthead.train.options import (
+    AGAIN,
+    COUPLED,
+    TREES,
+    DtypeOption,
+    JsonOption,
+    LossyOption,
+    RuleOption,
+    SeedOption,
+    TargetOption,
+    dtype_of,
+    target_folder,
+)
+from drafthead.train.terminal import advising, bars, counting, say
+
+if TYPE_CHECKING:
+    from drafthead.inference.compare import Comparison
+    from drafthead.inference.evaluate import Settings
+
+GROUPS = ("category", "language", "context")
+"""By which figures are told apart."""
+
+Heads = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Folder of a trained head, or NAME=FOLDER; several side by side; `reference`: that "
+        "of the embedded target."
+    ),
+]
+Siblings = Annotated[
+    list[str] | None,
+    typer.Option(help="Folder or Hub id of a smaller model that drafts, or NAME=FOLDER."),
+]
+Prompts = Annotated[
+    list[str] | None, typer.Option(help="Files of prompts, or hub:ORG/NAME; default: embedded.")
+]
+Trees = Annotated[
+    list[str] | None, typer.Option(help=f"One or more of {TREES}. By default as `tune` chose here.")
+]
+Temperatures = Annotated[list[float] | None, typer.Option(min=0, help="One or more; by default 0.")]
+Batches = Annotated[
+    list[int] | None, typer.Option(min=1, help="Prompts at a time, one or more; by default 1.")
+]
+Groups = Annotated[
+    list[str] | None, typer.Option(help=f"Also a table by {', '.join(GROUPS)}: one or more.")
+]
+Against = Annotated[
+    str | None,
+    typer.Option(help="Another target to try the heads on: a model, an adapter's folder, or int8."),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for result, page and tables; the same command goes on there."),
+]
+
+
+def evaluate(
+    head: Heads = None,
+    sibling: Siblings = None,
+    prompts: Prompts = None,
+    target: TargetOption = EMBEDDED,
+    dtype: DtypeOption = "auto",
+    tree: Trees = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts, over all categories.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    temperature: Temperatures = None,
+    batch: Batches = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that all is measured.")] = 1,
+    top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    rule: RuleOption = COUPLED,
+    lossy: LossyOption = False,
+    seed: SeedOption = 0,
+    by: Groups = None,
+    profile: Annotated[bool, typer.Option(help="Also show a round by part.")] = False,
+    identity: Annotated[int, typer.Option(min=0, help="Prompts compared in float32.")] = 4,
+    against: Against = None,
+    out: Out = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Acceptance and speed of plain, lookup, heads, siblings and merged drafting, side by side.
+
+    Example: drafthead evaluate --head runs/mine/head --batch 1 --batch 4 --limit 30 --out runs/eval
+    """
+    from drafthead.inference.compare import Comparison
+    from drafthead.inference.evaluate import Settings
+    from drafthead.inference.lineup import named
+
+    if unknown := sorted({*(by or ())} - {*GROUPS}):
+        raise ValueError(f"--by {unknown[0]!r}: choose from {', '.join(GROUPS)}")
+    if against is not None and not head:
+        raise ValueError("--against tries a head on another target: give one with --head")
+    temperatures = tuple(temperature or [0.0])
+    asked = Comparison(
+        dtype=dtype_of(dtype),
+        target=target_folder(target),
+        head={name: Path(folder) for name, folder in named(head or [], "head").items()},
+        sibling=named(sibling or [], "sibling"),
+        prompts=tuple(prompts or ["samples/test"]),
+        trees=tuple(tree or []),
+        limit=limit,
+        identity=identity,
+        settings=Settings(max_new_tokens, temperatures[0], top_k, top_p, seed, rule, lossy),
+        temperatures=temperatures,
+        batches=tuple(batch or [1]),
+        repeats=repeats,
+        against=against,
+    )
+    _tell_idle(asked.settings, max(temperatures))
+    if not head and not sibling:
+        idle = "; --tree has no effect" if tree else ""
+        say(f"no --head and no --sibling: only prompt lookup drafts{idle}")
+    result = _compared(asked, out)
+    for name, found in _drifts(result["drift"], against):
+        say(f"{name}: {found['advice']}")
+    terminal.evaluation(result, by or [], profile, remark=as_json)
+    if as_json:
+        print(json.dumps(result))
+    if out is not None:
+        say(f"{out / 'report.html'}: the report; evaluation.json and the tables are beside it")
+
+
+def _compared(asked: Comparison, out: Path | None) -> dict[str, Any]:
+    """The evaluation, with a bar, and what to do after a Ctrl-C."""
+    from drafthead.inference.compare import compare
+
+    again = f"{out}: {AGAIN}" if out else "nothing is kept without --out"
+    with advising(again), bars() as shown:
+        result = compare(asked, out=out, progress=counting(shown, "evaluating"), stage=say)
+    if result["lossy"]:
+        say(f"lossy: rule {asked.settings.rule!r} accepts what the target might not have written")
+    return result
+
+
+def _drifts(found: dict[str, Any] | None, against: str | None) -> list[tuple[str, Any]]:
+    """What is said of the other target, by head where there are several."""
+    if found is None:
+        return []
+    if "advice" in found:
+        return [(str(against), found)]
+    return [(f"{name} on {against}", one) for name, one in found.items()]
+
+
+def _tell_idle(settings: Settings, warmest: float) -> None:
+    """Say which options a temperature of 0 leaves nothing to act on."""
+    given = {
+        f"--rule {settings.rule}": settings.rule in ("rejection", "block"),
+        "--top-k": settings.top_k > 0,
+        "--top-p": settings.top_p < 1,
+        "--seed": settings.seed != 0,
+    }
+    idle = ", ".join(name for name, was in given.items() if was)
+    if warmest == 0 and idle:
+        say(f"{idle}: no effect at temperature 0")
