@@ -51,6 +51,7 @@ CHANGES = {
 }
 
 ABLATIONS = {
+    "eagle3-features": ("eagle3", Entry("smollm2-eagle3", ("head.feature_loss=1.0",))),
     **{
         name: ("block", Entry("smollm2-block", (*BLOCK, change), STOP))
         for name, change in CHANGES.items()

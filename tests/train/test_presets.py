@@ -52,12 +52,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(root: Path, target: Path, preset: str) -> list[str]:
-    """Another model, its data, two steps of an epoch each: nothing else is changed."""
+    """Another model, its data, two steps of an epoch each: nothing else is changed.
+
+    But for key/value heads that a preset counts: there have to be as many as fit the model's 4.
+    """
     write_chats(root / "train.jsonl", [8] * 12)
     write_chats(root / "heldout.jsonl", [8] * 4, seed=1)
     data = [f"data.train={root / 'train.jsonl'}"]
-    if load_config(preset).data.heldout:
+    config = load_config(preset)
+    if config.data.heldout:
         data.append(f"data.heldout={root / 'heldout.jsonl'}")
+    if getattr(config.head, "num_key_value_heads", None):
+        data.append("head.num_key_value_heads=4")
     length = ["training.epochs=2", "training.max_steps=2"]
     return [f"target.name={target}", *data, *length, f"out={root / 'run'}"]
 
