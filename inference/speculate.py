@@ -100,13 +100,7 @@ def speculate(
     Sampler(rule=rule, lossy=lossy)  # refuses what cannot be
     if not RULES[rule].exact:
         logger.warning("rule %r is lossy: the text is not the target's own", rule)
-    shape = parse_shape(tree) if isinstance(tree, str) else tree
-    if isinstance(drafter, DraftHead):
-        if shape is not None:
-            check_shape(shape, drafter)
-            check_rule_of(shape, rule)
-    elif drafter is not None and not hasattr(drafter, "propose"):
-        raise ValueError(f"speculate: give a bound head, a drafter or None, not {drafter!r}")
+    shape = _shape_for(drafter, tree, rule)
     measured: WeakKeyDictionary[PreTrainedModel, dict[int, Plan]] = WeakKeyDictionary()
     """Shapes and the costs they go by, once for each model and number of rows."""
 
@@ -136,6 +130,20 @@ def speculate(
             return output(rows, input_ids, warps, generation_config)
 
     return method
+
+
+def _shape_for(
+    drafter: DraftHead | Drafter | None, tree: TreeShape | str | None, rule: str
+) -> TreeShape | None:
+    """The shape that is asked for, if this drafter can draft it and the rule can verify it."""
+    shape = parse_shape(tree) if isinstance(tree, str) else tree
+    if isinstance(drafter, DraftHead):
+        if shape is not None:
+            check_shape(shape, drafter)
+            check_rule_of(shape, rule)
+    elif drafter is not None and not hasattr(drafter, "propose"):
+        raise ValueError(f"speculate: give a bound head, a drafter or None, not {drafter!r}")
+    return shape
 
 
 def _made(

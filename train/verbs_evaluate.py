@@ -101,10 +101,7 @@ def evaluate(
     from drafthead.inference.evaluate import Settings
     from drafthead.inference.lineup import named
 
-    if unknown := sorted({*(by or ())} - {*GROUPS}):
-        raise ValueError(f"--by {unknown[0]!r}: choose from {', '.join(GROUPS)}")
-    if against is not None and not head:
-        raise ValueError("--against tries a head on another target: give one with --head")
+    _check(by or [], against, head or [])
     temperatures = tuple(temperature or [0.0])
     asked = Comparison(
         dtype=dtype_of(dtype),
@@ -133,6 +130,14 @@ def evaluate(
         print(json.dumps(result))
     if out is not None:
         say(f"{out / 'report.html'}: the report; evaluation.json and the tables are beside it")
+
+
+def _check(by: list[str], against: str | None, heads: list[str]) -> None:
+    """Refuse what cannot be asked for together; ValueError."""
+    if unknown := sorted({*by} - {*GROUPS}):
+        raise ValueError(f"--by {unknown[0]!r}: choose from {', '.join(GROUPS)}")
+    if against is not None and not heads:
+        raise ValueError("--against tries a head on another target: give one with --head")
 
 
 def _compared(asked: Comparison, out: Path | None) -> dict[str, Any]:

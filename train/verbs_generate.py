@@ -35,14 +35,26 @@ if TYPE_CHECKING:
     from drafthead.train.terminal_chat import Told
 
 
+Message = Annotated[
+    str | None,
+    typer.Option(help="One user message; without it all of standard input, or a chat."),
+]
+System = Annotated[str | None, typer.Option(help="What the target is told first.")]
+Marks = Annotated[
+    bool | None,
+    typer.Option(
+        "--marks/--no-marks",
+        help="Mark drafted text by colour; default: on a terminal, unless NO_COLOR is set.",
+        show_default=False,
+    ),
+]
+
+
 def generate(
     head: HeadOption = None,
     sibling: SiblingOption = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(help="One user message; without it all of standard input, or a chat."),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="What the target is told first.")] = None,
+    prompt: Message = None,
+    system: System = None,
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
     tree: TreeOption = None,
@@ -53,14 +65,7 @@ def generate(
     rule: RuleOption = COUPLED,
     lossy: LossyOption = False,
     seed: SeedOption = 0,
-    marks: Annotated[
-        bool | None,
-        typer.Option(
-            "--marks/--no-marks",
-            help="Mark drafted text by colour; default: on a terminal, unless NO_COLOR is set.",
-            show_default=False,
-        ),
-    ] = None,
+    marks: Marks = None,
     as_json: JsonOption = False,
 ) -> None:
     """Stream an answer, drafted text marked, with the speed at the end; at a terminal, a chat.

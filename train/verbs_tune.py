@@ -33,31 +33,33 @@ if TYPE_CHECKING:
 BATCHES = (1, 4)
 
 
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Prompt files; default: embedded, from the end that evaluate keeps for last."
+    ),
+]
+Batches = Annotated[
+    list[int] | None, typer.Option(min=1, help="Rows decoded together; give several; 1 and 4.")
+]
+Clock = Annotated[str, typer.Option(help="wall; cpu where others use the processor, too.")]
+Out = Annotated[Path | None, typer.Option(help="Write here, not where decoding looks for it.")]
+
+
 def tune(
     head: HeadOption = None,
     sibling: SiblingOption = None,
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Prompt files; default: embedded, from the end that evaluate keeps for last."
-        ),
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows decoded together; give several; 1 and 4.")
-    ] = None,
+    prompts: Prompts = None,
+    batch: Batches = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts, over all categories.")] = 12,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Of each decoding that is timed.")] = 2,
-    clock: Annotated[
-        str, typer.Option(help="wall; cpu where others use the processor, too.")
-    ] = "wall",
+    clock: Clock = "wall",
     seed: SeedOption = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write here, not where decoding looks for it.")
-    ] = None,
+    out: Out = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure costs and drafts here, and choose the tree for each batch size, or none.
@@ -71,7 +73,7 @@ def tune(
     from drafthead.inference.lineup import template_of
     from drafthead.inference.tune import Trial
     from drafthead.inference.tune import tune as tuning_of
-    from drafthead.inference.tuning import as_dict, folder_of, place_for, write
+    from drafthead.inference.tuning import folder_of, place_for, write
 
     if (head is None) == (sibling is None):
         raise ValueError("give --head or --sibling, the one that is to be tuned")
@@ -99,14 +101,20 @@ def tune(
             stage=say,
         )
     write(found, place)
+    _show(found, place, as_json)
+    if out is not None:
+        say("decoding does not look there: without --out it is found by itself")
+
+
+def _show(found: Tuning, place: Path, as_json: bool) -> None:
+    from drafthead.inference.tuning import as_dict
+
     if as_json:
         print(json.dumps(as_dict(found) | {"file": str(place)}))
     else:
         for line in _lines(found):
             print(line)
     say(f"written to {place}")
-    if out is not None:
-        say("decoding does not look there: without --out it is found by itself")
 
 
 def _prompts(
