@@ -35,7 +35,7 @@ test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, some 
 	  build/matrix.tmp > tests/matrix.log; rm build/matrix.tmp; exit $$code
 
 test-kill: $(VENV)/.installed  ## kill extract, regenerate, train and evaluate at ten moments and at every write
-	$(BIN)/pytest -v -p no:cacheprovider tests/kill_*.py $(ARGS)
+	$(BIN)/pytest -v --timeout 0 -p no:cacheprovider tests/kill_*.py $(ARGS)
 
 lint: $(VENV)/.installed  ## check style and formatting
 	$(BIN)/ruff check .

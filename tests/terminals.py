@@ -6,6 +6,8 @@ import fcntl
 import os
 import pty
 import re
+import select
+import signal
 import struct
 import subprocess
 import termios
@@ -27,7 +29,7 @@ class Terminal:
             stderr=self._theirs,
             env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, **(environment or {})},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C reaches it
+            preexec_fn=_own_terminal,
         )
 
     def __enter__(self) -> Terminal:
@@ -51,12 +53,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def until(self, pattern: str, seconds: float = 400.0) -> str:
+    def until(self, pattern: str, seconds: float = 240.0) -> str:
         """What is shown from now on, up to the end of the pattern."""
         seen, end = "", time.monotonic() + seconds
         raw = b""
         while not re.search(pattern, seen):
-            assert time.monotonic() < end, f"{pattern!r} did not come: {seen!r}"
+            shown, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
+            assert shown, f"{pattern!r} did not come: {seen!r}"
             raw += os.read(self._ours, 4096)
             seen = raw.decode(errors="replace")
         return seen
@@ -65,3 +68,9 @@ class Terminal:
         """Type a line, and give what is shown until the next prompt."""
         self.type(f"{text}\n")
         return self.until(pattern)
+
+
+def _own_terminal() -> None:
+    """Let Ctrl-C reach this process, also where the tests were started with it ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
