@@ -57,9 +57,10 @@ else:
 (folder / "record.json").write_text(json.dumps(record))
 """
 
-RUN, EVALUATE = ["eagle3/run", "eagle3/evaluate"], ["cold/run", "cold/evaluate"]
+RUN, COLD = ["eagle3/run", "eagle3/evaluate"], ["cold/run", "cold/evaluate"]
 TUNES = ["eagle3/tune/0.0001", "eagle3/tune/0.001", "eagle3/tune/0.01"]
 SEED = ["eagle3/seed1/run", "eagle3/seed1/evaluate"]
+MORE = [SEED[0], COLD[0], SEED[1], COLD[1]]
 
 
 class Bench:
@@ -92,17 +93,17 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_pieces_are_made_once_and_a_changed_setting_makes_only_what_depends_on_it(
     bench: Bench,
 ) -> None:
-    assert bench.made() == ["states", *TUNES, *RUN, *SEED, *EVALUATE]
+    assert bench.made() == ["states", *TUNES, *RUN, *MORE]
     results = Results(bench.root / "results.json")
     runs = [record for record in results.records.values() if record["kind"] == "run"]
     rates = {run["name"]: run["settings"]["optimiser"]["lr"] for run in runs}
-    assert rates == dict.fromkeys([RUN[0], SEED[0], EVALUATE[0]], 0.001), "the best one's"
+    assert rates == dict.fromkeys([RUN[0], SEED[0], COLD[0]], 0.001), "the best one's"
     assert bench.made() == []
     longer = replace(BUDGET, positions=40_000)
-    assert bench.made(longer) == [*RUN, *SEED, *EVALUATE]
+    assert bench.made(longer) == [*RUN, *MORE]
     assert bench.made() == [], "what was made before is still known"
     wider = replace(BUDGET, evaluation={"trees": ["chain:1"]})
-    assert sorted(bench.made(wider, jobs=2)) == sorted([RUN[1], SEED[1], EVALUATE[1]])
+    assert sorted(bench.made(wider, jobs=2)) == sorted([RUN[1], SEED[1], COLD[1]])
 
 
 def test_what_has_gone_is_made_again_only_where_something_missing_needs_it(bench: Bench) -> None:
@@ -125,9 +126,9 @@ def test_a_piece_that_fails_holds_up_only_what_needs_it(bench: Bench) -> None:
     assert bench.made(fine=False) == ["states", TUNES[0], TUNES[2]]
     waiting = {piece.name for piece in bench.queue().missing() if piece.settings is None}
     seed = {"best 1/seed1/run", "best 1/seed1/evaluate"}
-    assert waiting == {*RUN, *EVALUATE, *seed}, "nor is it known whose seeds are to follow"
+    assert waiting == {*RUN, *COLD, *seed}, "nor is it known whose seeds are to follow"
     (bench.root / "broken").unlink()
-    assert bench.made() == [TUNES[1], *RUN, *SEED, *EVALUATE]
+    assert bench.made() == [TUNES[1], *RUN, *MORE]
 
 
 def test_cpu_seconds_of_a_training_go_on_from_its_checkpoint_and_leave_evaluations_out(

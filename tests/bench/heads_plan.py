@@ -113,6 +113,7 @@ def pieces(
 ) -> list[Piece]:
     """All pieces in the order of work: heads, then seeds of the best, then ablations.
 
+    Evaluations of the latter two come last: what their runs say by themselves is there early.
     ablations: the head whose learning rate they take, and the variant. Entries whose preset is not
     there are left out.
     """
@@ -124,20 +125,21 @@ def pieces(
         full = _trained(name, name, entry, budget, rate, budget.seeds[0], drawn=True)
         found += [*tunes, *full]
     best = _best(known, found, budget, results)
+    more: list[Piece] = []
     for place in range(min(budget.best, len(known))):
         for seed in budget.seeds[1:]:
             if not best:  # for the forecast
                 name = f"best {place + 1}/seed{seed}"
-                found += _trained(name, "", Entry(""), budget, None, seed)
+                more += _trained(name, "", Entry(""), budget, None, seed)
                 continue
             name = best[place]
             rate = _best_rate(_tunes(name, known[name], budget), budget, results)
-            found += _trained(f"{name}/seed{seed}", name, known[name], budget, rate, seed)
+            more += _trained(f"{name}/seed{seed}", name, known[name], budget, rate, seed)
     for name, (base, entry) in ablations.items():
         if base in known and has_preset(entry.preset):
             rate = _best_rate(_tunes(base, known[base], budget), budget, results)
-            found += _trained(name, name, entry, budget, rate, budget.seeds[0])
-    return found
+            more += _trained(name, name, entry, budget, rate, budget.seeds[0])
+    return found + sorted(more, key=lambda piece: piece.kind == "evaluate")
 
 
 def has_preset(name: str) -> bool:

@@ -19,7 +19,7 @@ def tables(records: Sequence[Record]) -> str:
         "Held-out simulated tau by learning rate": _tuning(found),
         "Decoding": _decoding(found),
         "Survival of a chain by depth, greedy": _survival(found),
-        "Seeds: chain, greedy": _seeds(found),
+        "Seeds: mean and standard deviation": _seeds(found),
     }
     shown = [f"### {title}\n\n{_markdown(rows)}" for title, rows in parts.items() if len(rows) > 1]
     return "\n\n".join(shown) or "nothing finished yet"
@@ -156,24 +156,28 @@ def _survival(found: Mapping[str, Record]) -> list[Row]:
 
 
 def _seeds(found: Mapping[str, Record]) -> list[Row]:
-    rows = [["head", "seeds", "tau", "standard deviation", "CPU speed"]]
-    seeds: dict[str, list[Record]] = {}
-    for record in found.values():
-        if record["kind"] == "evaluate":
-            name, *rest = record["name"].split("/")
-            if rest == ["evaluate"] or rest[0].startswith("seed"):
-                seeds.setdefault(name, []).append(record["greedy"]["chain"])
-    for name, chains in seeds.items():
-        if len(chains) > 1:
-            tau, spread = _mean_and_deviation([chain["tau"] for chain in chains])
-            speed, _ = _mean_and_deviation([chain["cpu_speedup"] for chain in chains])
-            rows.append([name, str(len(chains)), f"{tau:.3f}", f"{spread:.3f}", f"{speed:.2f}"])
+    """Of heads that were trained more than once; decoded where all of its seeds were."""
+    rows = [["head", "seeds", "simulated tau", "decoded tau, chain, greedy"]]
+    seeds: dict[str, list[str]] = {}
+    for run, record in found.items():
+        if record["kind"] == "run":
+            name, *rest = run.split("/")
+            if rest == ["run"] or rest[0].startswith("seed"):
+                seeds.setdefault(name, []).append(run)
+    for name, runs in seeds.items():
+        if len(runs) > 1:
+            decoded = [found.get(f"{run.removesuffix('run')}evaluate") for run in runs]
+            taus = [record["greedy"]["chain"]["tau"] for record in decoded if record is not None]
+            simulated = _mean_and_deviation([found[run]["simulated_tau"] for run in runs])
+            shown = _mean_and_deviation(taus) if len(taus) == len(runs) else "–"
+            rows.append([name, str(len(runs)), simulated, shown])
     return rows
 
 
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+def _mean_and_deviation(values: Sequence[float]) -> str:
     mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return f"{mean:.3f} ± {deviation:.3f}"
 
 
 def plot(records: Sequence[Record], path: Path) -> Path:
