@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from command import COMMAND, write_prompts
-from killing import Job, Run, count, moments, points, survive
+from killing import Job, KillTests
 from tiny_runs import three_layers, write_target
 
 
@@ -39,25 +39,10 @@ def figures(root: Path) -> bytes:
     return str(told.to_json(orient="records")).encode()
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return evaluating(tmp_path_factory.mktemp("job"))
+class TestEvaluate(KillTests):
+    torn = 7
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole")
-
-
-@pytest.fixture(scope="module")
-def whole(job: Job, root: Path) -> Run:
-    return count(job.start(root), root)
-
-
-def test_ten_random_moments(job: Job, whole: Run, root: Path, tmp_path: Path) -> None:
-    survive(job, whole, root, moments(whole, 10, seed=1), tmp_path)
-
-
-def test_every_fail_point(job: Job, whole: Run, root: Path, tmp_path: Path) -> None:
-    assert sum(point.what == "torn write" for point in whole.points) > 6
-    survive(job, whole, root, points(whole), tmp_path)
+    @pytest.fixture(scope="class")
+    @classmethod
+    def job(cls, tmp_path_factory: pytest.TempPathFactory) -> Job:
+        return evaluating(tmp_path_factory.mktemp("job"))

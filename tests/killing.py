@@ -8,8 +8,9 @@ How to use it, in a test (`root` is the folder the command writes to; nothing ou
     … what is on the disk now; the command again (`run_on`), compared with the unbroken run
 
 or, for the usual case, `survive(Job(…), whole, root, kills, folder)` with
-`kills = [*moments(whole, 10, seed=1), *points(whole, most=40)]`. `make test` has three kills of
-each verb, `make test-kill` (tests/kill_*.py) ten random moments and the fail-points.
+`kills = [*moments(whole, 10, seed=1), *points(whole, most=40)]`; `KillTests` is that as a test
+class. `make test` has three kills of each verb, `make test-kill` (tests/kill_*.py) ten random
+moments and the fail-points.
 
 A *moment* is a number of seconds of work. A *fail-point* is a number from 1, in the order
 in which the process comes by: before and after each fsync, replace, rename, truncate, unlink,
@@ -38,6 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
 from gun import PLAN, KillAt, Point, kill_all
 
 LIMIT = 900.0
@@ -188,3 +190,26 @@ def survive(
             assert done.returncode == 0, f"{where}: {done.stderr}"
         assert job.outcome(place) == wanted, where
         shutil.rmtree(place)
+
+
+class KillTests:
+    """Ten random moments and every fail-point of a job; a subclass gives the job as a fixture."""
+
+    torn = 1
+    """Writes of the job that must be among its fail-points, at least."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def whole(cls, job: Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+        """The unbroken run, and the folder of what it made."""
+        root = tmp_path_factory.mktemp("whole")
+        return root, count(job.start(root), root)
+
+    def test_ten_random_moments(self, job: Job, whole: tuple[Path, Run], tmp_path: Path) -> None:
+        root, run = whole
+        survive(job, run, root, moments(run, 10, seed=1), tmp_path)
+
+    def test_every_fail_point(self, job: Job, whole: tuple[Path, Run], tmp_path: Path) -> None:
+        root, run = whole
+        assert sum(point.what == "torn write" for point in run.points) >= self.torn
+        survive(job, run, root, points(run), tmp_path)
