@@ -16,9 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+SCALED = {
+    "llama3": {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor"},
+    "yarn": {"original_max_position_embeddings", "factor"},
+}
+"""Rotary scalings that are left to transformers, and the parameters that they cannot do without."""
 CHUNK = 256
 """Queries whose scores exist at one time in `unroll_attention`."""
 
@@ -50,14 +56,32 @@ class Rotary:
 
     def __init__(self, head_dim: int, parameters: Mapping[str, Any]) -> None:
         kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind not in ("default", "linear"):
+        self.scale = 1.0
+        missing = SCALED.get(kind, {"factor"} if kind == "linear" else set()) - parameters.keys()
+        if missing:
+            raise ValueError(f"rope_parameters: {kind!r} needs {' and '.join(sorted(missing))}")
+        if kind in SCALED:  # as heads of others have it
+            shape = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                # what the two below come to, or transformers warns
+                max_position_embeddings=int(
+                    parameters["factor"] * parameters["original_max_position_embeddings"]
+                ),
+                rope_parameters=dict(parameters),
+            )
+            with torch.device("cpu"):
+                self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](shape, None)
+        elif kind in ("default", "linear"):
+            factor = float(parameters["factor"]) if kind == "linear" else 1.0
+            exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
+            self.frequencies = 1.0 / (float(parameters["rope_theta"]) ** exponents) / factor
+        else:
             raise ValueError(
                 f"rope_parameters.rope_type: {kind!r} is not supported for a draft layer; "
-                "use 'default' or 'linear'"
+                f"use 'default', 'linear', {' or '.join(map(repr, SCALED))}"
             )
-        factor = float(parameters["factor"]) if kind == "linear" else 1.0
-        exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
-        self.frequencies = 1.0 / (float(parameters["rope_theta"]) ** exponents) / factor
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def tables(
@@ -71,7 +95,8 @@ class Rotary:
             with torch.inference_mode(False):
                 angles = torch.outer(torch.arange(size, dtype=torch.float32), self.frequencies)
                 angles = angles.repeat(1, 2).to(device)
-                held = (angles.cos().to(dtype), angles.sin().to(dtype))
+                turns = angles.cos() * self.scale, angles.sin() * self.scale
+                held = (turns[0].to(dtype), turns[1].to(dtype))
             self._tables[device, dtype] = held
         return held
 

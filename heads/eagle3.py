@@ -14,11 +14,11 @@ M supervised positions of one depth, m draft nodes, d head width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
@@ -41,6 +41,7 @@ from drafthead.heads.warm_start import MODESTY, Moments
 
 Layer = Eagle3Layer | DecoderLayer
 Turns = tuple[Tensor, Tensor]
+LATER = ("norm_before_residual", "norm_before_fc")
 Held = list[tuple[list[Tensor], list[Tensor]]]
 """Keys and values of each unroll step so far, for each layer."""
 
@@ -59,6 +60,26 @@ class Eagle3Settings(FusedSettings):
     """Weight of a smooth-L1 loss between the normed output and the target's state."""
     num_layers: int = Field(default=1, ge=1)
     """Draft layers: EAGLE-3's own, and ordinary ones above it."""
+    norm_before_residual: bool = False
+    """Let the first layer add to the normed hidden, as many heads of `speculators` do."""
+    norm_before_fc: bool = False
+    """One norm over all captured states together, in place of one for each of them."""
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        if self.norm_before_fc and self.norm_features:
+            raise ValueError("norm_before_fc is in place of norm_features; set that to false")
+        if self.warm_start and (self.norm_before_residual or self.norm_before_fc):
+            raise ValueError(
+                "warm_start has no closed form with norm_before_residual or norm_before_fc; use 0"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _lean(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what came later and is off: runs and heads from before stay what they were."""
+        values: dict[str, Any] = dump(self)
+        return {k: v for k, v in values.items() if v or k not in LATER}
 
     def captured(self, num_layers: int) -> tuple[int, ...]:
         return self.layers or default_layers(num_layers)
@@ -106,6 +127,8 @@ class Eagle3Head(FusedHead):
         above = [DecoderLayer(config) for _ in range(config.num_hidden_layers - 1)]
         self.layers = nn.ModuleList([layer, *above])
         self.norm = RMSNorm(width, eps)
+        if self.settings.norm_before_fc:
+            self.input_norm = RMSNorm(len(self.contract.layers) * width, eps)
         if self.settings.own_rows:
             self.lm_head = nn.Linear(width, size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]
@@ -121,12 +144,20 @@ class Eagle3Head(FusedHead):
         """The layers, the lowest first."""
         return [cast(Layer, layer) for layer in self.layers]
 
-    @staticmethod
-    def _inputs(layer: Layer, embedded: Tensor, stream: Tensor) -> Tensor:
-        """What a layer's attention reads: the tokens' embeddings enter the first one alone."""
-        if isinstance(layer, Eagle3Layer):
-            return layer.inputs(embedded, stream)
-        return layer.inputs(stream)
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.settings.norm_before_fc:
+            features = self.input_norm(features.to(self.compute_dtype()))
+        return super().fuse(features)
+
+    def _inputs(self, layer: Layer, embedded: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's attention reads, and the stream that the layer adds to.
+
+        The tokens' embeddings enter the first one alone.
+        """
+        if not isinstance(layer, Eagle3Layer):
+            return layer.inputs(stream), stream
+        x = layer.inputs(embedded, stream)
+        return x, x[..., stream.shape[-1] :] if self.settings.norm_before_residual else stream
 
     def _fed_back(self, outputs: Tensor) -> Tensor:
         """The layer's output → what the next step reads as hidden; both (…, D)."""
@@ -188,7 +219,7 @@ class Eagle3Head(FusedHead):
         Returns what the last layer's queries are read from, and the stream that it adds to.
         """
         for layer, kept in zip(self._stack(), held, strict=True):
-            x = self._inputs(layer, embedded, stream)
+            x, stream = self._inputs(layer, embedded, stream)
             for parts, new in zip(kept, layer.keys_values(x, *turns), strict=True):
                 parts.append(new)
             if kept is not held[-1]:
@@ -252,7 +283,7 @@ class Eagle3Head(FusedHead):
         turns = self.turns(positions, state.capacity)
         embedded, stream = F.embedding(next_ids, self.bound()[0]), self.fuse(features)
         for layer, memory in zip(self._stack(), memories, strict=True):
-            x = self._inputs(layer, embedded, stream)
+            x, stream = self._inputs(layer, embedded, stream)
             memory.commit(*layer.keys_values(x, *turns), committed)
             if memory is not memories[-1]:
                 attended = attend_new(memory, layer.queries(x, *turns), positions)
@@ -276,7 +307,7 @@ class Eagle3Head(FusedHead):
         turns = self.turns(positions, state.capacity)
         embedded, stream = F.embedding(ids, self.bound()[0]), self._fed_back(above)
         for layer, memory in zip(self._stack(), state.layers, strict=True):
-            x = self._inputs(layer, embedded, stream)
+            x, stream = self._inputs(layer, embedded, stream)
             queries, (keys, values) = layer.queries(x, *turns), layer.keys_values(x, *turns)
             stream = layer.finish(memory.add(queries, keys, values, parents), stream)
         state.finish(stream)

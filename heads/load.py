@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig
 from drafthead.heads.base import DraftHead
 
 WEIGHTS = "model.safetensors"
+OTHER_CODE = ("attn_implementation", "_attn_implementation", "quantization_config")
+"""What transformers would load a kernel of the Hub or a quantising library for."""
 
 
 def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead:
@@ -30,9 +32,12 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; expected the folder of a head")
     try:
-        model_type = json.loads(path.read_text())["model_type"]
+        stored = json.loads(path.read_text())
+        model_type = stored["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not the config of a head ({error!r})") from error
+    if foreign := [name for name in OTHER_CODE if stored.get(name)]:
+        raise ValueError(f"{path}: {foreign[0]} asks for other code; no head has that, delete it")
     known = _known()
     if model_type not in known:
         raise ValueError(
@@ -41,8 +46,8 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead
         )
     head_class, config_class = known[model_type]
     shapes = _stored_shapes(folder)
-    config = config_class.from_pretrained(folder)
     try:
+        config = config_class.from_pretrained(folder)
         with torch.device("meta"):
             expected = {k: tuple(v.shape) for k, v in head_class(config).state_dict().items()}
     except ValidationError as error:
@@ -50,6 +55,9 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead
         where = ".".join(map(str, first["loc"]))  # nowhere, for a mistake of several settings
         problem = first["msg"].removeprefix("Value error, ")
         raise ValueError(": ".join(filter(None, (str(path), where, problem)))) from error
+    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not the config of a head ({reason})") from error
     problems = [f"missing {name}" for name in expected if name not in shapes]
     problems += [f"surplus {name}" for name in shapes if name not in expected]
     problems += [

@@ -43,7 +43,13 @@ LADDER: dict[str, BorrowingSettings] = {
     ),
     "eagle3": Eagle3Settings(draft_vocab_size=SIZE),
     "eagle3-layers": Eagle3Settings(draft_vocab_size=SIZE, num_layers=3),
-    "eagle3-whole": Eagle3Settings(draft_vocab_size=None, norm_output=True),
+    "eagle3-whole": Eagle3Settings(
+        draft_vocab_size=None,
+        norm_output=True,
+        norm_features=False,
+        norm_before_fc=True,
+        norm_before_residual=True,
+    ),
     "hydra": HydraSettings(draft_vocab_size=SIZE),
     "hydra++": HydraSettings(
         draft_vocab_size=None, mlp_layers=3, prefix_attention=True, dropout=0.2, own_rows=True

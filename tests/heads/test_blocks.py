@@ -153,8 +153,8 @@ def test_f56_linear_scaling_stretches_positions() -> None:
 
 
 def test_f56_unknown_scaling_is_refused() -> None:
-    with pytest.raises(ValueError, match="'yarn' is not supported"):
-        Rotary(8, {"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0})
+    with pytest.raises(ValueError, match="'dynamic' is not supported"):
+        Rotary(8, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0})
 
 
 def test_f55_tables_grow_and_survive_inference_mode() -> None:

@@ -37,6 +37,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied": ({"tied": True}, {"draft_vocab_size": None}),
     "own-rope": ({"rope_theta": 1e6}, SMALL | {"rope_theta": 10_000.0}),
     "layers": ({}, SMALL | {"num_layers": 3}),
+    "norms": (
+        {},
+        SMALL
+        | {"norm_features": False, "norm_before_fc": True, "norm_before_residual": True}
+        | {"num_layers": 2},
+    ),
 }
 
 
@@ -181,11 +187,13 @@ def test_f29_only_the_heads_own_tensors_are_trained_or_stored(heads: dict[str, E
     ]
     base = {f"layers.0.{name}.weight" for name in layer} | {"fc.weight", "norm.weight"}
     norms = {f"fc_norm.{k}.weight" for k in range(3)}
+    above = {f"layers.1.{name}.weight" for name in layer if name != "hidden_norm"}
     expected = {
         "whole": base | norms,
         "reduced": base | norms,
         "bare-features": base,
         "own-rows": base | norms | {"lm_head.weight"},
+        "norms": base | {"input_norm.weight"} | above,
     }
     for name, trained in expected.items():
         parameters = dict(heads[name].named_parameters())
@@ -241,3 +249,46 @@ def test_unbound_head_says_so() -> None:
             call()
     with pytest.raises(ContractError, match="fingerprint"):
         head.bind(tiny_target(seed=1))
+
+
+# Settings that heads of others have
+
+
+def test_what_came_later_is_stored_where_it_is_on_only() -> None:
+    """Runs and heads from before the settings keep their identity, and are read as they were."""
+    plain = Eagle3Settings().model_dump(mode="json")
+    assert not {"norm_before_residual", "norm_before_fc"} & plain.keys()
+    assert Eagle3Settings.model_validate(plain) == Eagle3Settings()
+    on = Eagle3Settings(norm_features=False, norm_before_fc=True, norm_before_residual=True)
+    assert Eagle3Settings.model_validate(on.model_dump(mode="json")) == on
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm_before_fc": True}, "set that to false"),
+        ({"norm_before_residual": True, "warm_start": 9}, "warm_start has no closed form"),
+        (
+            {"norm_before_fc": True, "norm_features": False, "warm_start": 9},
+            "warm_start has no closed form",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Eagle3Settings(**options)
+
+
+def test_norm_before_residual_changes_what_is_added_to() -> None:
+    """With attention and MLP silent the output is the normed hidden, else the hidden itself."""
+    target, batch = tiny_target(), random_batch(tiny_target(), B=1)
+    for on in (False, True):
+        head = tiny_head(target, Eagle3Settings(draft_vocab_size=None, norm_before_residual=on))
+        with torch.no_grad():
+            head.layers[0].self_attn.o_proj.weight.zero_()
+            head.layers[0].mlp.down_proj.weight.zero_()
+            hidden = head.fuse(batch.features[:, :4])[0, -1]
+            wanted = head.layers[0].hidden_norm(hidden) if on else hidden
+        state = head.open(1, 8)
+        head.extend(state, batch.features[:, :4], batch.ids[:, 1:5], torch.tensor([4]))
+        torch.testing.assert_close(state.outputs[0, 0], wanted)
