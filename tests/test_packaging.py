@@ -1,7 +1,8 @@
 """The wheel holds what the checkout holds, works on its own, and takes one name.
 
-An editable install hides what is missing from a wheel, so the checks run in an environment of their
-own: the wheel, and the dependencies of the present environment without its editable install.
+An editable install hides what is missing from a wheel, and a full environment what is missing from
+its dependencies. So the checks run in an environment of their own: the wheel, and of the present
+environment what the wheel's own metadata ask for, extras left out.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import site
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("configs", "data", "heads", "inference", "train")
@@ -28,13 +32,19 @@ PROBE = """
 import gzip, importlib, importlib.metadata, importlib.resources, json, sys
 from pathlib import Path
 from omegaconf import OmegaConf
-from drafthead.data.embedded import preset_path, sample_path
+from drafthead.data.embedded import preset_path, reference_head, sample_path
+from drafthead.heads import load_head
+from drafthead.heads.card import card
+from drafthead.heads.layouts.schema import load_schema, schema_names
 
-packages = json.loads(sys.argv[1])
+packages, modules = map(json.loads, sys.argv[1:])
+for module in modules:  # extras, of which none is there, are imported where they are used
+    importlib.import_module(module)
 found = {}
 for package in packages:
     folder = Path(importlib.import_module(package).__file__).parent
-    found[package] = [str(folder), (folder / "py.typed").is_file()]
+    above = folder.parents[:package.count(".") - 1]  # a marker holds for what is below it, too
+    found[package] = [str(folder), any((f / "py.typed").is_file() for f in (folder, *above))]
 configs = Path(str(importlib.resources.files("drafthead.configs")))
 presets = {}
 for path in sorted(configs.rglob("*")):
@@ -47,8 +57,13 @@ samples = {}
 for path in sorted(configs.rglob("*.jsonl.gz")):
     with gzip.open(sample_path(path.name), "rt", encoding="utf-8") as lines:
         samples[path.name] = [sorted(json.loads(line)) for line in lines]
+pages = [importlib.resources.files(f"drafthead.{p}") for p in ("heads", "inference")]
 script, = importlib.metadata.entry_points(group="console_scripts", name="drafthead")
+schemas = {name: sorted(load_schema(name)) for name in schema_names()}
 print(json.dumps({"packages": found, "presets": presets, "samples": samples,
+                  "schemas": schemas, "card": card(reference_head()),
+                  "head": load_head(reference_head()).settings.type,
+                  "pages": sorted(f.name for p in pages for f in p.iterdir() if f.suffix == ".j2"),
                   "script": callable(script.load())}))
 """
 
@@ -127,17 +142,50 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Install the wheel into an empty environment that sees the dependencies installed here."""
+    """Install the wheel into an empty environment that sees its dependencies, as installed here."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     run_here([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder.parent)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
     run_here([*pip, str(wheel)], folder)
-    # A path file that is found through a path file is not read: the editable install stays out.
-    here = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    (site_packages / "dependencies.pth").write_text("\n".join(here) + "\n")
+    dependencies = folder / "dependencies"
+    link_distributions(required(metadata_of(wheel)), dependencies)
+    (site_packages / "dependencies.pth").write_text(f"{dependencies}\n")
     return Environment(folder, site_packages)
+
+
+def metadata_of(wheel: Path) -> Message:
+    """What the wheel says of itself."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def required(metadata: Message) -> set[str]:
+    """All distributions that this one needs, and those need, as installed here; no extras."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    while waiting:
+        wanted = waiting.pop()
+        if wanted.name in found or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        found.add(wanted.name)
+        here = distribution(wanted.name)
+        assert wanted.specifier.contains(here.version, prereleases=True), wanted
+        waiting += [Requirement(line) for line in here.requires or ()]
+    return found
+
+
+def link_distributions(names: set[str], folder: Path) -> None:
+    """Show what these distributions installed, and nothing else, as links in a folder."""
+    folder.mkdir()
+    for name in names:
+        here = distribution(name)
+        for top in {file.parts[0] for file in here.files or ()} - {"..", "__pycache__"}:
+            link = folder / top
+            if not link.is_symlink():
+                link.symlink_to(Path(str(here.locate_file(top))))
 
 
 def run_here(command: list[str], directory: Path) -> None:
@@ -232,8 +280,15 @@ def test_one_top_level_name_is_installed(installed: Environment) -> None:
 
 
 @pytest.mark.slow
-def test_presets_samples_and_markers_load_from_the_wheel(installed: Environment) -> None:
-    output = installed.run("python", "-c", PROBE, json.dumps(list(listed_packages())))
+def test_all_that_is_no_module_loads_from_the_wheel(installed: Environment) -> None:
+    packages = listed_packages()
+    modules = [
+        f"{package}.{path.stem}"
+        for package, folder in packages.items()
+        for path in sorted((ROOT / folder).glob("[!_]*.py"))
+    ]
+    asked = json.dumps(list(packages)), json.dumps(modules)
+    output = installed.run("python", "-c", PROBE, *asked)
     probe = json.loads(output.splitlines()[-1])
     for package, (folder, typed) in probe["packages"].items():
         assert Path(folder).is_relative_to(installed.site_packages), "not from the wheel"
@@ -245,6 +300,12 @@ def test_presets_samples_and_markers_load_from_the_wheel(installed: Environment)
     assert {"train.jsonl.gz", "test.jsonl.gz"} <= set(probe["samples"])
     assert all(len(rows) > 0 for rows in probe["samples"].values())
     assert probe["script"] is True
+    schemas = {path.stem for path in (ROOT / "heads" / "layouts" / "schemas").glob("*.yaml")}
+    assert set(probe["schemas"]) == schemas
+    assert all(probe["schemas"].values())
+    assert probe["head"] == "eagle3"
+    assert "# SmolLM2-135M-Instruct-eagle3" in probe["card"]
+    assert {"card.md.j2", "page.html.j2"} <= set(probe["pages"])
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def make_trainer(config: RunConfig) -> Trainer:
     """A trainer of this process, ready to step."""
     engine, watch, folder = Engine(config), Stopwatch(), RunFolder(config.out)
     folder.root.mkdir(exist_ok=True)
-    folder.start(config, resume=False)
+    folder.start(config, False, {})
     trainer = Trainer(config, engine, assemble(config, engine, watch), folder, watch, None)
     trainer.start(False)
     return trainer

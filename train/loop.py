@@ -24,6 +24,7 @@ import torch
 from drafthead.data.batches import epoch_order
 from drafthead.data.files import write_atomically
 from drafthead.heads.base import DraftHead, TeacherBatch
+from drafthead.inference.machine import machine
 from drafthead.train.assemble import Assembly, assemble
 from drafthead.train.checkpoint import LoopState, check_settings, load_checkpoint
 from drafthead.train.config import RunConfig
@@ -76,7 +77,7 @@ def run(
         trainer = Trainer(config, engine, parts, folder, watch, progress)
         trainer.start(resume)
         if engine.is_main:
-            folder.start(config, resume)
+            folder.start(config, resume, machine(engine.device))
         engine.start_tracking(config, resume)
         try:
             trainer.train(request)

@@ -56,8 +56,8 @@ class RunFolder:
     def evaluation(self) -> Path:
         return self.root / "evaluation.json"
 
-    def start(self, config: RunConfig, resume: bool) -> None:
-        """Write down what is run and in which circumstances, once nothing stands against it."""
+    def start(self, config: RunConfig, resume: bool, machine: Mapping[str, Any]) -> None:
+        """Write down what is run, where and with what, once nothing stands against it."""
         settings = config.model_dump(mode="json")
         path = self.root / "config.yaml"
         if resume and path.exists():
@@ -66,7 +66,8 @@ class RunFolder:
             if other:
                 logger.warning("resumed with other settings than before: %s", ", ".join(other))
         write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(settings)))
-        write_atomically(self.root / "run.json", json.dumps(_circumstances(), indent=2) + "\n")
+        known = _circumstances() | {"machine": dict(machine)}
+        write_atomically(self.root / "run.json", json.dumps(known, indent=2) + "\n")
         if not resume:
             self.metrics.unlink(missing_ok=True)
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from hub_server import Hub, serving
 
-COMMIT = "1" * 40
 CARD = """---
 configs:
 - config_name: small
@@ -45,75 +41,13 @@ FILES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """One repository, `org/name`; every other one is not there."""
-
-    protocol_version = "HTTP/1.1"
-
-    def answer(self) -> None:
-        length = int(self.headers.get("content-length") or 0)
-        asked = json.loads(self.rfile.read(length)) if length else {}
-        path = urlsplit(self.path).path
-        if path.startswith("/datasets/org/name/resolve/"):
-            self.file(path.split("/", 6)[6])
-        elif path.startswith("/api/datasets/org/name/paths-info/"):
-            self.json([entry(name) for name in asked["paths"] if name in FILES])
-        elif path.startswith("/api/datasets/org/name/tree/"):
-            self.json(self.tree("/".join(path.split("/")[7:])))
-        elif path.startswith("/api/datasets/org/name"):
-            files = [{"rfilename": name} for name in FILES]
-            self.json({"id": "org/name", "sha": COMMIT, "siblings": files, "tags": []})
-        else:
-            self.say(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-    do_GET = do_HEAD = do_POST = answer  # noqa: N815
-
-    def file(self, name: str) -> None:
-        if name in FILES:
-            self.say(200, FILES[name], {"ETag": f'"{digest(name)}"', "X-Repo-Commit": COMMIT})
-        else:
-            self.say(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-
-    def tree(self, under: str) -> list[dict[str, Any]]:
-        deep = "true" in parse_qs(urlsplit(self.path).query.lower()).get("recursive", [])
-        inside = [name for name in FILES if name.startswith(f"{under}/" if under else "")]
-        start = len(under) + 1 if under else 0
-        files = [entry(name) for name in inside if deep or "/" not in name[start:]]
-        folders = {name[: name.index("/", start)] for name in inside if "/" in name[start:]}
-        return files + [{"type": "directory", "path": name, "oid": "0"} for name in sorted(folders)]
-
-    def json(self, value: object) -> None:
-        self.say(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def say(self, code: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(code)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def digest(name: str) -> str:
-    return hashlib.sha1(FILES[name]).hexdigest()
-
-
-def entry(name: str) -> dict[str, Any]:
-    return {"type": "file", "path": name, "size": len(FILES[name]), "oid": digest(name)}
-
-
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    """One data set, `org/name`; every other one is not there."""
+    hub = Hub()
+    hub.add("org/name", FILES, kind="datasets")
+    with serving(hub) as address:
+        yield address
 
 
 READ = """

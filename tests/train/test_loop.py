@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 import subprocess
@@ -39,7 +40,9 @@ def test_a_run_leaves_everything_it_promises(make_config: MakeConfig) -> None:
     figures = json.loads((config.out / "evaluation.json").read_text())
     assert figures["step"] == result.best_step
     assert figures["simulated_tau"] == result.simulated_tau
-    assert json.loads((config.out / "run.json").read_text())["versions"]["torch"]
+    known = json.loads((config.out / "run.json").read_text())
+    assert known["versions"]["torch"]
+    assert known["machine"]["cores"] == os.cpu_count()
     assert load_config(config.out / "config.yaml") == config
     best = load_checkpoint(config.out / "checkpoints/best.safetensors")
     head = load_head(result.head)
