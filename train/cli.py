@@ -12,6 +12,8 @@ from drafthead.train import (
     verbs_data,
     verbs_evaluate,
     verbs_generate,
+    verbs_hub,
+    verbs_ship,
     verbs_train,
     verbs_tune,
 )
@@ -32,6 +34,10 @@ app.command()(verbs_evaluate.evaluate)
 app.command()(verbs_generate.generate)
 app.command()(verbs_certify.certify)
 app.command()(verbs_tune.tune)
+app.command()(verbs_ship.export)
+app.command("import")(verbs_ship.import_)
+app.command()(verbs_hub.push)
+app.command()(verbs_hub.pull)
 app.command()(verbs_train.demo)
 
 

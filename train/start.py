@@ -34,6 +34,12 @@ def begin_from(folder: Path, head: DraftHead) -> dict[str, Tensor]:
     if mine.warm_start:
         raise ValueError("head.warm_start: would undo training.start; use 0")
     found.contract.check(head.contract)
+    turns, ours = (getattr(h.config, "rope_parameters", None) for h in (found, head))
+    if turns != ours:
+        raise ValueError(
+            f"training.start: {folder} was trained with rotary positions by {turns}, this head has "
+            f"{ours}; head.rope_theta sets the base, and a scaling is the target's own"
+        )
     given, own = head_weights(found), head.state_dict()
     unlike = [name for name in given if name not in own or given[name].shape != own[name].shape]
     if kind == mine.type:

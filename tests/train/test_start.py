@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(begin: Any, tmp_path: Pat
         ({"draft_vocab_size": 128}, "d2t"),
     ):
         assert f"and this head differ in {name!r}" in refusal(head=MEDUSA | other)
+    config = Path(begin().training.start) / "config.json"
+    stored = json.loads(config.read_text())
+    scaled = stored | {"rope_parameters": {**stored["rope_parameters"], "rope_theta": 7.0}}
+    config.write_text(json.dumps(scaled))
+    assert "was trained with rotary positions by {'rope_theta': 7.0" in refusal()
+    config.write_text(json.dumps(stored))
     target = write_target(tmp_path / "other", three_layers(seed=1))
     assert "fingerprint" in refusal(target={"name": str(target)})
     assert "no config.json" in refusal(training={"start": str(tmp_path)})
