@@ -57,12 +57,12 @@ class Agreement:
     rounds: int
     """Decoded ones."""
     simulated_tau: float
-    simulated_interval: Interval
+    simulated_interval: Interval | None
     decoded_tau: float
     difference: float
     """Decoded less simulated."""
-    interval: Interval
-    """95 % of the difference, prompts resampled in pairs."""
+    interval: Interval | None
+    """95 % of the difference, prompts resampled in pairs; None for one prompt."""
 
     @property
     def tolerance(self) -> float:
@@ -71,8 +71,8 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Not so where the interval leaves 0 out and the difference is more than rounding."""
-        low, high = self.interval
+        """Where the interval has 0 in it, or the difference is no more than rounding."""
+        low, high = self.interval or (self.difference, self.difference)
         return low <= 0.0 <= high or abs(self.difference) <= self.tolerance
 
 
@@ -90,8 +90,10 @@ def compare_rounds(simulated: Rounds, decoded: Rounds) -> Agreement:
     )
 
 
-def paired_interval(ours: Rounds, theirs: Rounds, seed: int = 0) -> Interval:
-    """95 % interval of our tau less theirs, the same prompts resampled on both sides."""
+def paired_interval(ours: Rounds, theirs: Rounds, seed: int = 0) -> Interval | None:
+    """95 % interval of our tau less theirs, the same prompts resampled on both sides; None where
+    fewer than two prompts have rounds on both.
+    """
     counts = np.array(
         [
             [sum(r.emitted for r in a), len(a), sum(r.emitted for r in b), len(b)]
@@ -100,8 +102,8 @@ def paired_interval(ours: Rounds, theirs: Rounds, seed: int = 0) -> Interval:
         ],
         dtype=float,
     ).reshape(-1, 4)
-    if not len(counts):
-        return float("-inf"), float("inf")
+    if len(counts) < 2:
+        return None
     rng = np.random.default_rng(seed)
     sums = counts[rng.integers(0, len(counts), size=(RESAMPLES, len(counts)))].sum(axis=1)
     low, high = np.quantile(sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3], [0.025, 0.975])
@@ -127,9 +129,9 @@ def agreement_of(
     found = compare_rounds(list(simulated.values()), list(decoded.values()))
     return {
         "tau": found.simulated_tau,
-        "interval": list(found.simulated_interval),
+        "interval": found.simulated_interval,
         "decoded_tau": found.decoded_tau,
         "difference": found.difference,
-        "difference_interval": list(found.interval),
+        "difference_interval": found.interval,
         "agrees": found.agrees,
     }

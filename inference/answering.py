@@ -7,6 +7,7 @@ time is kept apart. A turn that cannot be answered costs itself only, and says w
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -41,6 +42,12 @@ class Settings:
     lossy: bool = False
     """Allow a rule that changes the text; it must then be one."""
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature {self.temperature}: give a number of 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p}: give a share above 0 and at most 1, 1 for all")
+
     def sampler(self, stream: int, target: Target, slots: int = 1) -> Sampler:
         """A sampler for rows whose noise is keyed by `stream` until they are given their own."""
         if self.temperature == 0:
@@ -65,6 +72,14 @@ class Turn:
     category: str = ""
     language: str = ""
     number: int = 1
+
+
+def stream_of(prompt: int, turn: int) -> int:
+    """What keys the noise of a turn: the prompt's number, from 0, and the turn's own, from 1.
+
+    Each turn has another: a template may drop what stood before, and two turns may look alike.
+    """
+    return prompt + (turn - 1 << 40)
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,17 @@ from drafthead.inference.evaluate import (
     Answer,
     Measured,
     evaluate,
-    identity,
     text_of,
 )
 from drafthead.inference.grow import HeadDrafter
-from drafthead.inference.lineup import head_folder, line_up, template_of
+from drafthead.inference.identity import identity
+from drafthead.inference.lineup import head_folder, line_up, names_of, template_of
 from drafthead.inference.log import Cell, Journal
 from drafthead.inference.machine import machine
 from drafthead.inference.samples import samples
 from drafthead.inference.target import Target
 from drafthead.inference.tree import TreeShape
+from drafthead.inference.tuning import as_dict, fitting, folder_of
 from drafthead.inference.verify import RULES
 
 TOLD = {
@@ -105,7 +106,6 @@ class Bench:
             "batches": list(asked.batches),
             "repeats": asked.repeats,
             "identity": [asked.identity, asked.identity_tokens],
-            "against": asked.against,
         }
 
     def measured(self, kept: Journal, progress: Callable[[int, int], None]) -> dict[Cell, Measured]:
@@ -141,6 +141,7 @@ class Bench:
                 "fingerprint": self.contract.fingerprint,
             },
             "heads": {name: self._head(name, head) for name, head in self.heads.items()},
+            "tuning": self._tunings(),
             "prompts": len(self.prompts),
             "turns": sum(len(prompt.turns) for prompt in self.prompts),
             "files": list(asked.prompts),
@@ -166,7 +167,18 @@ class Bench:
             "folder": str(place),
             "type": head.config.model_type.removeprefix("drafthead_"),
             "parameters": sum(parameter.numel() for parameter in head.parameters()),
+            "fingerprint": self.weights[name],
             "contract": head.contract.model_dump(mode="json"),
+        }
+
+    def _tunings(self) -> dict[str, Any]:
+        """What was tuned for each head here, by name; none for a head that was not."""
+        found = {n: fitting(folder_of(h), self.target, h) for n, h in self.heads.items()}
+        return {
+            name: as_dict(tuning) | {"file": str(path)}
+            for name, pair in found.items()
+            if pair is not None
+            for path, tuning in [pair]
         }
 
     def beside(
@@ -240,22 +252,26 @@ class Bench:
 
     def _in_float32(self) -> Bench:
         """The same in float32, in this one's place."""
-        chosen = self.prompts[: self.asked.identity]
         self.release()
-        return Bench(self.asked, *models(self.asked, "float32"), self.shapes, chosen, self.own)
+        return Bench(
+            self.asked, *models(self.asked, "float32"), self.shapes, self.prompts, self.own
+        )
 
     def _identity(self, temperature: float, batch: int) -> dict[str, Any]:
         asked = self.asked
         tokens = min(asked.identity_tokens, asked.settings.max_new_tokens)
         settings = replace(asked.at(temperature), max_new_tokens=tokens)
         chat = ChatFormat(self.tokenizer, self.template)
-        ids = []
+        ids: list[list[int]] = []
         for prompt in self.prompts:
+            if len(ids) == asked.identity:
+                break
             try:
-                ids.append(chat.prompt_ids(prompt.opening))
-                check_prompt(self.target, ids[-1], tokens)
+                one = chat.prompt_ids(prompt.opening)
+                check_prompt(self.target, one, tokens)
             except ValueError:  # it is among the failed
                 continue
+            ids.append(one)
         return identity(self.target, ids, self.drafters[batch], settings, batch=batch)
 
     def drifts(
@@ -266,7 +282,9 @@ class Bench:
         if asked.against is None:
             return None
         found = {
-            name: kept.keep(f"drift/{name}", partial(self._drift, name, measured, stage))
+            name: kept.keep(
+                f"drift/{asked.against}/{name}", partial(self._drift, name, measured, stage)
+            )
             for name in asked.heads
         }
         return found if len(found) > 1 else next(iter(found.values()))
@@ -280,7 +298,7 @@ class Bench:
         assert self.asked.against is not None
         cell, first = next(iter(measured.items()))
         shapes = self.own[cell.batch]
-        drafter = next(n for n in shapes if n == name or n.startswith(f"{name} "))
+        drafter = names_of(name, self.shapes)[0]
         self.release()  # it loads its own
         return drift(
             head_folder(self.asked.heads[name]),

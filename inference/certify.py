@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from drafthead.data.chat import ChatFormat
+from drafthead.heads.contract import fingerprint
 from drafthead.inference import checks_faults as faults
 from drafthead.inference.checks_drafters import Scripted
 from drafthead.inference.checks_law import ALPHA, Case, Law, by_guess, cases_of, check_law, law_of
@@ -27,20 +28,13 @@ from drafthead.inference.checks_remembered import Remembered
 from drafthead.inference.checks_seed import SETTINGS, by_slot, by_stream, check_seeds
 from drafthead.inference.checks_store import check_store
 from drafthead.inference.checks_subject import Check, Subject, shapes_for
-from drafthead.inference.checks_text import (
-    Rounding,
-    Truth,
-    by_both,
-    by_decoder,
-    check_texts,
-    rounding,
-    truths,
-)
+from drafthead.inference.checks_text import by_both, by_decoder, check_texts, truths
 from drafthead.inference.compare import prompts_of, spread
 from drafthead.inference.decoder import check_prompt
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.grow import HeadDrafter
 from drafthead.inference.lineup import fitted, opened
+from drafthead.inference.rounding import Rounding, Truth, rounding
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.store import Store
 from drafthead.inference.target import load_target
@@ -49,6 +43,8 @@ from drafthead.inference.verify import RULES
 EXACT_RULES = tuple(name for name, rule in RULES.items() if rule.exact)
 TINY = 20_000_000
 """Up to so many weights the exact checks run in float64."""
+SHORTEST = 4
+"""Tokens of a text in which a draft can be kept and what follows be wrong."""
 CANDIDATES = 24
 """Prompts, over all categories, of which the shortest are taken: time goes into tokens written."""
 
@@ -103,7 +99,15 @@ class Bench:
 
     @cached_property
     def truths(self) -> list[Truth]:
-        return truths(self.subject, self.size.new_tokens)
+        """ValueError where the texts are so short that a fault could not show in them."""
+        found = truths(self.subject, self.size.new_tokens)
+        longest = max(len(truth.new) for truth in found)
+        if longest < min(SHORTEST, self.size.new_tokens):
+            raise ValueError(
+                f"the target's answers to these prompts end with their token {longest} at the "
+                "latest, too soon to check drafts in them: give prompts with longer answers"
+            )
+        return found
 
     @cached_property
     def rounding(self) -> Rounding:
@@ -172,6 +176,7 @@ def certify(
 ) -> dict[str, Any]:
     """Run all checks; the certificate as it is written to `certificate.json`."""
     check_rules(asked.rules)
+    stage = _once(stage)  # prompts are read for each dtype anew
     began, cpu = time.perf_counter(), time.process_time()
     stage(f"loading {asked.target} for exact checks")
     subject = load(asked, "float64" if asked.dtype == "float64" else "float32", stage)
@@ -201,6 +206,18 @@ def certify(
     }
 
 
+def _once(stage: Callable[[str], None]) -> Callable[[str], None]:
+    """The same, but that it says nothing twice."""
+    said: set[str] = set()
+
+    def once(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            stage(text)
+
+    return once
+
+
 def check_rules(rules: Sequence[str]) -> None:
     """Refuse rules that are unknown, or that promise nothing to certify; ValueError."""
     for name in rules:
@@ -221,15 +238,20 @@ def load(asked: Asked, dtype: str, stage: Callable[[str], None]) -> Subject:
     assert target.tokenizer is not None
     chat = ChatFormat(target.tokenizer, dict(head.contract.template_kwargs))
     found = prompts_of(asked.prompts, stage)
-    if not found:
-        raise ValueError(f"{', '.join(asked.prompts)}: no prompts; give a file that has some")
-    prompts = []
+    prompts: list[list[int]] = []
+    left: list[str] = []
     for prompt in spread(found, CANDIDATES):
-        prompts.append(chat.prompt_ids(prompt.opening))
         try:
-            check_prompt(target, prompts[-1], asked.size.new_tokens)
+            ids = chat.prompt_ids(prompt.opening)
+            check_prompt(target, ids, asked.size.new_tokens)
         except ValueError as error:
-            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+            left.append(f"prompt {prompt.id!r}: {error}")
+            continue
+        prompts.append(ids)
+    if not prompts:
+        raise ValueError(f"no prompt can be checked: {left[0]}")
+    if left:
+        stage(f"left out: {len(left)} of the prompts ({left[0]})")
     shortest = sorted(prompts, key=len)[: asked.size.prompts]
     return Subject(target, head, shortest, asked.seed)
 
@@ -240,8 +262,17 @@ def _about(asked: Asked, subject: Subject) -> dict[str, Any]:
     adapts = head.settings.adapts
     name = f"{contract.target} as adapted by the head" if adapts else contract.target
     return {
-        "target": {"name": name, "folder": asked.target, "adapted": adapts},
-        "head": {"folder": str(asked.head), "type": head.settings.type},
+        "target": {
+            "name": name,
+            "folder": asked.target,
+            "adapted": adapts,
+            "fingerprint": contract.fingerprint,
+        },
+        "head": {
+            "folder": str(asked.head),
+            "type": head.settings.type,
+            "fingerprint": fingerprint(head),
+        },
         "dtypes": {"exact": subject.dtype, "serving": asked.dtype},
         "rules": list(asked.rules),
         "seed": asked.seed,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from drafthead.inference.checks_drafters import Scripted
 from drafthead.inference.checks_subject import Check, Subject, written
-from drafthead.inference.checks_text import Rounding
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.noise import Noise
+from drafthead.inference.rounding import Rounding, first_difference
 from drafthead.inference.row import Row
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.warps import Warps
@@ -129,8 +129,7 @@ def _note(
     if row.new_ids == own.new_ids:
         count.equal += 1
         return
-    pairs = zip(row.new_ids, own.new_ids, strict=False)
-    place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    place = first_difference(row.new_ids, own.new_ids)
     if place is None or subject.exact or own.logits is None:
         return
     target = subject.target

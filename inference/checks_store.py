@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from drafthead.inference.checks_subject import DEEPEST, Check, Subject, opened
-from drafthead.inference.checks_text import Rounding, Truth, relative_change
 from drafthead.inference.decoder import Decoder
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.grow import HeadDrafter
+from drafthead.inference.rounding import Rounding, Truth, relative_change
 from drafthead.inference.row import Row, stop_at
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.store import Store

@@ -2,8 +2,7 @@
 
 The truth is transformers' own loop, one token a forward. A drafted pass runs many tokens at once
 and rounds differently, so where the target's two best tokens nearly tie, either may come out. How
-near is measured, on the same texts and by transformers' own forwards alone, so that a fault in this
-package cannot widen it: `Rounding`.
+near is measured on the same texts: `rounding`.
 
 Shapes: T tokens of a text, n new ones, V vocabulary.
 """
@@ -16,49 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from drafthead.inference.checks_subject import Check, Ids, Subject, written
 from drafthead.inference.drafters import Drafter
+from drafthead.inference.rounding import CHUNK, MARGIN, Rounding, Truth, first_difference
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.speculate import speculate
-from drafthead.inference.target import Target
-
-CHUNK = 5
-"""Tokens of one forward where rounding is measured, besides one and all of them: as in a round."""
 
 Writer = Callable[[Drafter, Sequence[Ids]], list[list[int]]]
 """The new tokens of prompts, drafted for."""
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What transformers' own greedy loop makes of a prompt."""
-
-    prompt: list[int]
-    new: list[int]
-    logits: Tensor
-    """(n, V) behind each new token, from forwards of one token."""
-
-    @property
-    def ids(self) -> list[int]:
-        return [*self.prompt, *self.new]
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """How far the target's own forwards of one, few and all tokens of a text differ."""
-
-    logits: float
-    """The largest change of the logit of one of the two best tokens; one rounding step at least."""
-    states: float
-    """The largest change of a key or value, as a share of the largest of its layer; as above."""
-
-    @property
-    def tie(self) -> float:
-        """Two tokens so near may change places: each of them can move by `logits`."""
-        return 2 * self.logits
 
 
 @contextmanager
@@ -94,48 +60,6 @@ def truths(subject: Subject, tokens: int) -> list[Truth]:
     return found
 
 
-def rounding(target: Target, texts: Sequence[Truth]) -> Rounding:
-    """Measured on these texts, the widest over all of them."""
-    measured = [_rounding(target, text) for text in texts]
-    return Rounding(max(r.logits for r in measured), max(r.states for r in measured))
-
-
-@torch.no_grad()
-def _rounding(target: Target, text: Truth) -> Rounding:
-    ids = torch.tensor([text.ids[:-1]], device=target.device)
-    whole, parts, start = DynamicCache(), DynamicCache(), len(text.prompt)
-    cuts = [start, *[CHUNK] * ((ids.shape[1] - start) // CHUNK), (ids.shape[1] - start) % CHUNK]
-    at_once = target.model(ids, cache=whole, use_cache=True).logits[0, start - 1 :]
-    pieces = [
-        target.model(piece, cache=parts, use_cache=True).logits[0]
-        for piece in ids.split([cut for cut in cuts if cut], dim=1)
-    ]
-    chunked = torch.cat(pieces)[start - 1 :]
-    step = torch.finfo(target.dtype).eps
-    states = step
-    for one, other in zip(whole.layers, parts.layers, strict=True):
-        for name in ("keys", "values"):
-            states = max(states, relative_change(getattr(one, name), getattr(other, name)))
-    moved = max(_moved(text.logits, many) for many in (at_once, chunked))
-    return Rounding(max(moved, step * float(text.logits.amax(-1).abs().max())), states)
-
-
-def _moved(one: Tensor, many: Tensor) -> float:
-    """Of two (n, V) logits: the largest change of a token that is among the two best of either."""
-    best = torch.cat([one.topk(2).indices, many.topk(2).indices], dim=1)
-    return float((one.double().gather(1, best) - many.double().gather(1, best)).abs().max())
-
-
-def relative_change(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of two tensors as a share of the largest number in `theirs`."""
-    ours, theirs = ours.double(), theirs.double()
-    largest = float(theirs.abs().max())
-    change = float((ours - theirs).abs().max())
-    if not math.isfinite(change):
-        return math.inf
-    return change / largest if largest > 0 else change
-
-
 # The check
 
 
@@ -154,18 +78,18 @@ class Difference:
         return f"{self.drafter}, prompt {self.prompt}, new token {self.place}: gap {self.gap:.3g}"
 
 
-def first_difference(new: Sequence[int], text: Truth) -> tuple[int, float] | None:
+def first_gap(new: Sequence[int], text: Truth) -> tuple[int, float] | None:
     """Place and gap of the first token that is another one; None where there is none.
 
     A text that only ends too early or too late has no tie to blame: its gap is infinite.
     """
     if list(new) == text.new:
         return None
-    for place, (ours, own) in enumerate(zip(new, text.new, strict=False)):
-        if ours != own:
-            logits = text.logits[place].double()
-            return place, float(logits.max() - logits[ours])
-    return min(len(new), len(text.new)), math.inf
+    place = first_difference(new, text.new)
+    if place is None:
+        return min(len(new), len(text.new)), math.inf
+    logits = text.logits[place].double()
+    return place, float(logits.max() - logits[new[place]])
 
 
 def by_both(subject: Subject, tokens: int) -> Writer:
@@ -218,7 +142,7 @@ def check_texts(
             zip(write(drafter, [t.prompt for t in texts]), texts, strict=True)
         ):
             count += 1
-            if (found := first_difference(new, text)) is not None:
+            if (found := first_gap(new, text)) is not None:
                 differences.append(Difference(who, i, *found))
     bound = 0.0 if subject.exact else measured.tie
     worst = max(differences, key=lambda difference: difference.gap, default=None)
@@ -234,7 +158,8 @@ def check_texts(
     else:
         detail += (
             f"A different token is allowed within {bound:.3g} of the best logit: forwards of one, "
-            f"{CHUNK} and all tokens move a leading logit by up to {measured.logits:.3g} here."
+            f"{CHUNK} and all tokens move the best two against each other by up to "
+            f"{measured.apart:.3g} here, and passes of other shapes may by {MARGIN} times that."
         )
     if worst is not None:
         told = sorted(differences, key=lambda difference: -difference.gap)[:3]

@@ -5,6 +5,7 @@ What the command and the demo share above `evaluate`, which measures drafters th
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from drafthead.inference.log import (
     rounds_table,
     write_parquet,
 )
+from drafthead.inference.other_target import check_other
 from drafthead.inference.tree import parse_shape
 
 if TYPE_CHECKING:
@@ -68,10 +70,13 @@ def compare(
     With a folder, a run that was stopped goes on from its journal there, and tables, result and
     page are written beside it. Raises ValueError where no prompt could be answered.
     """
-    shapes = [parse_shape(tree) for tree in asked.trees]
+    shapes = list(dict.fromkeys(parse_shape(tree) for tree in asked.trees))
     check_rule(asked.settings.rule, shapes, lossy=asked.settings.lossy)
     if out is not None:
         check_folder(out)
+        _check_beside(out)
+    if asked.against is not None:
+        check_other(asked.target, asked.against)
     prompts, skipped = _prompts(asked, stage)
     bench = Bench(asked, *models(asked, asked.dtype), shapes, prompts)
     result = bench.described() | {"skipped": skipped}
@@ -175,9 +180,18 @@ def _written(out: Path | None, result: dict[str, Any], tables: Tables) -> dict[s
 
     for name, table in zip((ROUNDS, ANSWERS), tables, strict=True):
         write_parquet(out / name, table)
-    write_atomically(out / RESULT, json.dumps(result, indent=2, ensure_ascii=False))
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    # A file's name may hold what is no text; as an escape JSON has it.
+    write_atomically(out / RESULT, text.encode("utf-8", "backslashreplace"))
     write_evaluation(out, result)
     return result
+
+
+def _check_beside(out: Path) -> None:
+    """Read what the page will show, too: a damaged file would fail it when all is done."""
+    from drafthead.inference.report import beside
+
+    beside(out)
 
 
 def _now() -> str:
@@ -209,12 +223,17 @@ def _prompts(
 
 def _distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The same prompts, an id that is there already with a number: figures are by prompt."""
+    taken = {prompt.id for prompt in prompts}
     seen: Counter[str] = Counter()
     found = []
     for prompt in prompts:
-        seen[prompt.id] += 1
-        again = seen[prompt.id] > 1
-        found.append(replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}") if again else prompt)
+        name = prompt.id
+        seen[name] += 1
+        if seen[name] > 1:
+            others = (f"{prompt.id}#{number}" for number in itertools.count(seen[name]))
+            name = next(other for other in others if other not in taken)
+            taken.add(name)
+        found.append(prompt if name == prompt.id else replace(prompt, id=name))
     return found
 
 

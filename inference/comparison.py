@@ -26,7 +26,7 @@ class Comparison:
     prompts: tuple[str, ...] = ("samples/test",)
     """Prompt files; `samples/NAME` is an embedded one."""
     trees: tuple[str, ...] = ()
-    """Heads and siblings draft with each; the first also serves in the merged drafter. Without
+    """Heads and siblings draft with each; the first also serves in their merged drafters. Without
     any, each drafts what was tuned for it, else a chain (`grow.drafting`)."""
     limit: int | None = None
     """Most prompts, taken from the categories in turn."""

@@ -15,7 +15,14 @@ from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt
 from drafthead.heads.base import DraftHead
 from drafthead.inference.agreement import Interval, paired_interval
-from drafthead.inference.answering import Answer, Settings, Turn, answer_turns, text_of
+from drafthead.inference.answering import (
+    Answer,
+    Settings,
+    Turn,
+    answer_turns,
+    stream_of,
+    text_of,
+)
 from drafthead.inference.grow import drafting
 from drafthead.inference.lineup import fitted, opened
 from drafthead.inference.metrics import Round, acceptance
@@ -102,7 +109,8 @@ def _answers(
             if number > 1:
                 talk.append(Message("user", prompt.turns[number - 1]))
             ids = chat.prompt_ids(talk)
-            turns.append(Turn(ids, index, prompt.id, prompt.category, number=number))
+            stream = stream_of(index, number)
+            turns.append(Turn(ids, stream, prompt.id, prompt.category, number=number))
         slots = min(batch, len(turns))
         given = answer_turns(target, drafter, turns, settings, batch=slots) if turns else []
         for index, found in zip([*talks], given, strict=True):
@@ -156,7 +164,7 @@ def _tau(side: Mapping[str, list[Round]]) -> dict[str, Any]:
     figures = acceptance(list(side.values()))
     return {
         "tau": figures.tau,
-        "interval": list(figures.tau_interval),
+        "interval": figures.tau_interval,
         "rounds": figures.rounds,
         "survival": list(figures.survival),
     }
@@ -171,24 +179,29 @@ def _loss(own: Mapping[str, list[Round]], other: Mapping[str, list[Round]]) -> d
         "tau": tau,
         "other": now,
         "lost": tau - now,
-        "lost_interval": list(paired_interval(here, there)),
+        "lost_interval": paired_interval(here, there),
     }
 
 
-def worth(tau: float, interval: Interval | Sequence[float]) -> bool | None:
+def worth(tau: float, interval: Interval | Sequence[float] | None) -> bool | None:
     """Whether a new training is worth it: the loss is clearly above WORTH of tau, or clearly not;
-    None where the interval leaves it open.
+    None where the interval leaves it open, or where there is none.
     """
+    if interval is None:
+        return None
     low, high = interval
     if low > WORTH * tau:
         return True
     return False if high <= WORTH * tau else None
 
 
-def advice(tau: float, lost: float, interval: Interval | Sequence[float]) -> str:
+def advice(tau: float, lost: float, interval: Interval | Sequence[float] | None) -> str:
     """The same in a sentence, with its figures."""
+    share = f"{100 * lost / tau:.1f} % of tau"
+    if interval is None:
+        return f"undecided: the head loses {share} on a single prompt; give more prompts"
     low, high = (100 * end / tau for end in interval)
-    share = f"{100 * lost / tau:.1f} % of tau (95 % interval {low:.1f} to {high:.1f} %)"
+    share += f" (95 % interval {low:.1f} to {high:.1f} %)"
     rule = f"{100 * WORTH:.0f} %"
     found = worth(tau, interval)
     if found:

@@ -25,6 +25,7 @@ from drafthead.inference.answering import (
     answer,
     answer_turns,
     end_ids,
+    stream_of,
     text_of,
 )
 from drafthead.inference.decoder import check_prompt
@@ -41,7 +42,6 @@ __all__ = [
     "answer",
     "end_ids",
     "evaluate",
-    "identity",
     "text_of",
 ]
 
@@ -211,8 +211,7 @@ class _Run:
             messages.append(Message("user", prompt.turns[before]))
         ids = self._chat.prompt_ids(messages)
         check_prompt(self.target, ids, self.settings.max_new_tokens)
-        # A number of its own for each turn: a template may drop what stood before.
-        stream = index + (number - 1 << 40)
+        stream = stream_of(index, number)
         return Turn(ids, stream, prompt.id, prompt.category, prompt.language, number)
 
     def _warm_up(self, turns: Sequence[Turn]) -> None:
@@ -220,31 +219,3 @@ class _Run:
         for _, drafter in self.sides:  # what fails here fails again when it counts
             answer_turns(self.target, drafter, turns[: self.batch], short, batch=self.batch)
         self._warm = True
-
-
-def identity(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    drafters: Mapping[str, Drafter],
-    settings: Settings,
-    *,
-    batch: int = 1,
-) -> dict[str, dict[str, Any]]:
-    """How many prompts get plain decoding's ids, by drafter; meant for a target in fp32.
-
-    Plain decoding has each prompt to itself, whatever the batch of the drafters.
-    """
-    turns = [Turn(ids, stream) for stream, ids in enumerate(prompts)]
-    plain = [answer(target, None, t.ids, settings, stream=t.stream).ids for t in turns]
-    dtype = str(target.dtype).removeprefix("torch.")
-    table = {}
-    for name, drafter in drafters.items():
-        ours = answer_turns(target, drafter, turns, settings, batch=batch)
-        equal = sum(isinstance(a, Answer) and a.ids == b for a, b in zip(ours, plain, strict=True))
-        table[name] = {
-            "equal": equal,
-            "of": len(plain),
-            "new_tokens": settings.max_new_tokens,
-            "dtype": dtype,
-        }
-    return table

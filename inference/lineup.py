@@ -16,6 +16,7 @@ import torch
 from drafthead.data.embedded import REFERENCE, reference_head
 from drafthead.heads import load_head
 from drafthead.heads.base import DraftHead
+from drafthead.heads.hub import fetched
 from drafthead.inference.drafters import Drafter, LookupDrafter, MergedDrafter
 from drafthead.inference.grow import check_rule_of, drafting
 from drafthead.inference.sibling import load_sibling
@@ -26,7 +27,8 @@ from drafthead.inference.verify import RULES
 LOOKUP = 8
 """Tokens that prompt lookup proposes."""
 
-TAKEN = ("plain", "lookup", "merged")
+MERGED = "merged"
+TAKEN = ("plain", "lookup", MERGED)
 
 
 def named(given: Sequence[str], alone: str) -> dict[str, str]:
@@ -40,7 +42,7 @@ def named(given: Sequence[str], alone: str) -> dict[str, str]:
         return {alone: pairs[0][1]}
     names = [name or _own_name(folder) for name, folder in pairs]
     for name, count in Counter(names).items():
-        if count > 1 or name in TAKEN:
+        if count > 1 or name in TAKEN or name.startswith(f"{MERGED} "):
             raise ValueError(f"--{alone} {name!r}: the name is taken; give each as NAME=FOLDER")
     return {name: folder for name, (_, folder) in zip(names, pairs, strict=True)}
 
@@ -87,6 +89,8 @@ def opened(folder: Path, dtype: str) -> DraftHead:
 
 def head_folder(folder: Path) -> Path:
     """The folder that a head's name stands for."""
+    if str(folder).startswith("hub:"):
+        return fetched(str(folder))
     if str(folder) == REFERENCE and not folder.exists():
         return reference_head()
     return folder
@@ -130,21 +134,23 @@ def line_up(
 ) -> dict[str, Drafter]:
     """A report's drafters, apart, so that none is credited with another's gain.
 
-    Prompt lookup, every head with every shape, and the lookup merged with the first head. Without
-    shapes each head has its `own`, else what was tuned for it (`grow.drafting`).
+    Prompt lookup, every head with every shape, and for each head the lookup merged with it: with
+    its first shape, as `merged` where it is the only head, else as `merged NAME`. Without shapes
+    each head has its `own`, else what was tuned for it (`grow.drafting`).
     """
     table: dict[str, Drafter] = {"lookup": LookupDrafter(LOOKUP, longest=3, shortest=2)}
     for who, head in heads.items():
         drafted: Sequence[TreeShape | None] = shapes or [(own or {}).get(who)]
-        for name, shape in zip(_names(who, shapes), drafted, strict=True):
+        for name, shape in zip(names_of(who, shapes), drafted, strict=True):
             table[name] = drafting(head, shape, target, batch, rule)
-    for who in [*heads][:1]:
-        first = table[_names(who, shapes)[0]]  # never both at once, so they may be one
-        table["merged"] = MergedDrafter(LookupDrafter(LOOKUP, longest=3, shortest=1), first)
+    for who in heads:
+        first = table[names_of(who, shapes)[0]]  # never both at once, so they may be one
+        merged = MergedDrafter(LookupDrafter(LOOKUP, longest=3, shortest=1), first)
+        table[MERGED if len(heads) == 1 else f"{MERGED} {who}"] = merged
     return table
 
 
-def _names(who: str, shapes: Sequence[TreeShape]) -> list[str]:
+def names_of(who: str, shapes: Sequence[TreeShape]) -> list[str]:
     """What a head is called with each of these shapes."""
     return [who] if len(shapes) < 2 else [f"{who} {shape}" for shape in shapes]
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 JOURNAL, ROUNDS, ANSWERS = "journal.jsonl", "rounds.parquet", "answers.parquet"
 RESULT = "evaluation.json"
-VERSION = 1
+VERSION = 2
 """Raise it whenever the same header would give other values, or lines another form."""
 
 Keep = Callable[[str, Callable[[], Any]], Any]
@@ -109,6 +109,8 @@ def _opened(path: Path, header: Mapping[str, Any], sitting: Mapping[str, Any]) -
     if not lines:
         path.write_text(json.dumps(header) + "\n", encoding="utf-8")
         return found
+    if not isinstance(lines[0], dict) or "version" not in lines[0]:
+        raise ValueError(f"{path}: is no journal of an evaluation; name another --out")
     if lines[0] != header:
         raise ValueError(
             f"{path}: begun with another {_difference(lines[0], header)}; ask for the same, "
@@ -128,12 +130,12 @@ def _opened(path: Path, header: Mapping[str, Any], sitting: Mapping[str, Any]) -
     return found
 
 
-def _difference(theirs: object, ours: Mapping[str, Any]) -> str:
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """The first key of the header whose value is another one."""
-    if not isinstance(theirs, dict):
-        return "kind of file"
-    names = [name for name in ours if theirs.get(name) != ours[name]]
-    return names[0].replace("_", " ") if names else "version of drafthead"
+    if theirs["version"] != ours["version"]:
+        return "version of drafthead"
+    names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    return names[0].replace("_", " ")
 
 
 # Answers as lines

@@ -7,7 +7,7 @@ A *round* is one verifying target forward (a prefill is none; a round without a 
 - conditional a_k = s_k / s_{k-1}, with s_0 = 1;
 - tau: tokens emitted per round, the target's own included: tau = 1 + sum_k s_k - cut, where
   cut is what stop tokens and limits removed, per round;
-- all are means over rounds (micro), with a bootstrap interval over prompts;
+- all are means over rounds (micro), with a bootstrap interval over prompts, none for one prompt;
 - speed is tokens of the rounds per second of the rounds, all over all, and a speed-up the ratio of
   two speeds on the same prompts, which its interval resamples together.
 
@@ -60,8 +60,8 @@ class Acceptance:
     accepted: int
     emitted: int
     tau: float
-    tau_interval: tuple[float, float]
-    """95 % bootstrap interval over prompts."""
+    tau_interval: Interval | None
+    """95 % bootstrap interval over prompts; None for one prompt."""
     cut: float
     """Tokens per round removed by stop tokens and limits."""
     survival: tuple[float, ...]
@@ -118,12 +118,13 @@ def bootstrap(
     *,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> list[Interval]:
+) -> list[Interval | None]:
     """95 % intervals of ratios of sums over prompts, which are resampled; one for each column.
 
     All (P,) or (P, F): of sum(top) / sum(bottom), or, where the base is given, of that over
     sum(base_top) / sum(base_bottom) of the same resampled prompts. Resamples in which a ratio has
-    nothing below its line are left out of its interval; NaN where all are.
+    nothing below its line are left out of its interval. None where fewer than two prompts have
+    something there: every resample is then the same, which says nothing of other prompts.
     """
     prompts = len(top)
     picks = _picks(prompts, resamples, seed)
@@ -134,15 +135,20 @@ def bootstrap(
             found: Numbers = sums[0] / sums[1]
         return found
 
-    ratios = ratio(top, bottom)
+    below = [bottom] if base_bottom is None else [bottom, base_bottom]
+    known = np.any([part.reshape(prompts, -1) > 0 for part in below], axis=0).sum(axis=0)
+    ratios = ratio(top, bottom)  # (R, F)
     if base_top is not None and base_bottom is not None:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = ratios / ratio(base_top, base_bottom)
-    intervals = []
-    for column in ratios.T:
-        known = column[np.isfinite(column)]
-        ends = np.quantile(known, [0.025, 0.975]) if len(known) else (np.nan, np.nan)
-        intervals.append((float(ends[0]), float(ends[1])))
+    intervals: list[Interval | None] = []
+    for column, several in zip(ratios.T, np.broadcast_to(known > 1, ratios.shape[1]), strict=True):
+        drawn = column[np.isfinite(column)]
+        if not several or not len(drawn):
+            intervals.append(None)
+            continue
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        intervals.append((float(low), float(high)))
     return intervals
 
 

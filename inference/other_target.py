@@ -17,7 +17,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.borrowing import BorrowingHead
 from drafthead.heads.contract import ContractError, describe
 from drafthead.inference.placement import unwrapped
-from drafthead.inference.target import Target, load_target, load_tokenizer
+from drafthead.inference.target import Target, load_config, load_target, load_tokenizer
 
 INT8 = "int8"
 """Stands for the target itself, its linear layers in 8 bits (weights only)."""
@@ -41,6 +41,27 @@ def kind_of(other: str) -> Kind:
     return "adapter" if (Path(other) / "adapter_config.json").is_file() else "model"
 
 
+def check_other(target: str, other: str) -> None:
+    """Refuse another target that is not there or of another shape, before anything is measured.
+
+    It looks at configs only; the rest is `fit_to_other`'s. Raises ValueError or OSError, one line.
+    """
+    kind = kind_of(other)
+    if kind == "int8":
+        _torchao()
+    elif kind == "adapter":
+        _peft(Path(other))
+    else:
+        mine, theirs = load_config(target), load_config(other, role="other target")
+        wrong = [
+            f"{fact} is {getattr(theirs, fact)}, the target's {getattr(mine, fact)}"
+            for fact in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+            if getattr(theirs, fact, None) != getattr(mine, fact, None)
+        ]
+        if wrong:
+            raise ContractError(f"{other!r}: no head of {target!r} drafts for it: {wrong[0]}")
+
+
 def load_other(target: str, other: str, dtype: str) -> Target:
     """The other target anew; an adapter and 8 bits are put on a fresh copy of `target`.
 
@@ -61,10 +82,7 @@ def quantise(target: Target) -> None:
 
     As torchao does it in transformers: one scale for each row, computed in the target's dtype.
     """
-    try:
-        torchao: Any = importlib.import_module("torchao.quantization")
-    except ImportError as error:
-        raise ValueError("int8 needs torchao: pip install 'drafthead[quant]'") from error
+    torchao = _torchao()
     rows = target.model.get_output_embeddings()
 
     def inner(module: nn.Module, _name: str) -> bool:
@@ -75,12 +93,7 @@ def quantise(target: Target) -> None:
 
 def merged(base: Target, folder: Path) -> Target:
     """The target with a PEFT adapter added to its weights."""
-    try:
-        peft: Any = importlib.import_module("peft")
-    except ImportError as error:
-        raise ValueError(
-            f"{folder} is an adapter, which needs PEFT: pip install 'drafthead[adapters]'"
-        ) from error
+    peft = _peft(folder)
     try:
         json.loads((folder / "adapter_config.json").read_text())
         adapted = peft.PeftModel.from_pretrained(base.model, str(folder))
@@ -89,6 +102,22 @@ def merged(base: Target, folder: Path) -> Target:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         first = (str(error) or repr(error)).splitlines()[0].rstrip(" :")
         raise ValueError(f"{folder}: this adapter does not go onto the target: {first}") from error
+
+
+def _torchao() -> Any:
+    try:
+        return importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        raise ValueError("int8 needs torchao: pip install 'drafthead[quant]'") from error
+
+
+def _peft(folder: Path) -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} is an adapter, which needs PEFT: pip install 'drafthead[adapters]'"
+        ) from error
 
 
 def fit_to_other(head: DraftHead, target: str, other: Target) -> list[str]:

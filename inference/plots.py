@@ -168,7 +168,7 @@ def _by_batch(axes: Axes, cells: Sequence[Cell], looks: Mapping[str, Look]) -> N
     for i, (name, look) in enumerate(looks.items()):
         found = [(c["batch"], c["records"][name]) for c in cells if name in c["records"]]
         at = [batches.index(batch) + _shift(i, len(looks), 0.3) for batch, _ in found]
-        values = [r["speedup"] for _, r in found]
+        values = [_known(r["speedup"]) for _, r in found]
         errors = _errors(values, [r.get("speedup_interval") for _, r in found])
         axes.errorbar(at, values, yerr=errors, elinewidth=1, **look)
     axes.axhline(1, color=INK, linestyle="--", linewidth=1)
@@ -181,8 +181,9 @@ def _by_batch(axes: Axes, cells: Sequence[Cell], looks: Mapping[str, Look]) -> N
 def _by_drafter(axes: Axes, cells: Sequence[Cell], looks: Mapping[str, Look]) -> None:
     records = {n: r for c in cells for n, r in c["records"].items() if n in looks}
     for at, (name, r) in enumerate(records.items()):
-        errors = _errors([r["speedup"]], [r.get("speedup_interval")])
-        axes.errorbar([r["speedup"]], [at], xerr=errors, elinewidth=1.2, **looks[name])
+        value = _known(r["speedup"])
+        errors = _errors([value], [r.get("speedup_interval")])
+        axes.errorbar([value], [at], xerr=errors, elinewidth=1.2, **looks[name])
     axes.axvline(1, color=INK, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(records)), [_short(name) for name in records])
     axes.set_ylim(len(records) - 0.4, -0.6)
@@ -378,6 +379,11 @@ def _errors(
     middle = np.array(values, dtype=float)
     reach: NDArray[np.float64] = np.stack([middle - ends[0], ends[1] - middle]).clip(0)
     return reach
+
+
+def _known(value: float | None) -> float:
+    """A figure to draw; NaN, which is not drawn, where there is none."""
+    return float("nan") if value is None else value
 
 
 def _short(name: str) -> str:

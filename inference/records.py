@@ -16,6 +16,7 @@ import pandas as pd  # type: ignore[import-untyped]
 from drafthead.inference.answering import Answer
 from drafthead.inference.decoder import PARTS
 from drafthead.inference.metrics import Numbers, bootstrap, conditional, survival
+from drafthead.inference.rounding import first_difference
 
 Record = dict[str, Any]
 
@@ -138,11 +139,11 @@ def _acceptance(rounds: pd.DataFrame) -> Record:
     above = np.concatenate([counts, reached], axis=1)[:, : len(kept)]
     return {
         "tau": int(rounds["emitted"].sum()) / made,
-        "tau_interval": list(bootstrap(sums["emitted"].to_numpy(float), counts)[0]),
+        "tau_interval": bootstrap(sums["emitted"].to_numpy(float), counts)[0],
         "survival": list(kept),
-        "survival_interval": [list(i) for i in bootstrap(reached, counts)] if kept else [],
+        "survival_interval": bootstrap(reached, counts) if kept else [],
         "conditional": list(conditional(kept)),
-        "conditional_interval": [list(i) for i in bootstrap(reached, above)] if kept else [],
+        "conditional_interval": bootstrap(reached, above) if kept else [],
     }
 
 
@@ -178,8 +179,9 @@ def _speeds(side: Side) -> Record:
 
 
 def rate(rounds: pd.DataFrame, clock: str = "seconds") -> float:
-    """Tokens per second: all tokens over all seconds."""
-    return float(rounds["emitted"].sum() / rounds[clock].sum())
+    """Tokens per second: all tokens over all seconds; NaN where the clock saw none pass."""
+    seconds = float(rounds[clock].sum())
+    return float(rounds["emitted"].sum()) / seconds if seconds > 0 else math.nan
 
 
 def _speedups(ours: pd.DataFrame, theirs: pd.DataFrame) -> Record | None:
@@ -193,7 +195,7 @@ def _speedups(ours: pd.DataFrame, theirs: pd.DataFrame) -> Record | None:
     for key, clock in _CLOCKS:
         columns = [sums[c].to_numpy(float) for sums in (mine, base) for c in ("emitted", clock)]
         found[key] = rate(ours, clock) / rate(theirs, clock)
-        found[f"{key}_interval"] = list(bootstrap(*columns)[0])
+        found[f"{key}_interval"] = bootstrap(*columns)[0]
     return found
 
 
@@ -208,8 +210,9 @@ def _spread(ours: pd.DataFrame, theirs: pd.DataFrame) -> list[float] | None:
 def _median(ours: pd.DataFrame, theirs: pd.DataFrame) -> float | None:
     """Of the speed-ups of the prompts."""
     speeds = [sums["emitted"] / sums["seconds"] for sums in map(_by_prompt, (ours, theirs))]
-    ratios = (speeds[0] / speeds[1]).dropna()
-    return float(ratios.median()) if len(ratios) else None
+    ratios = speeds[0] / speeds[1]
+    known = ratios[np.isfinite(ratios)]
+    return float(known.median()) if len(known) else None
 
 
 def _by_source(rounds: pd.DataFrame) -> dict[str, dict[str, float]]:
@@ -233,16 +236,11 @@ def agreement(answers: Sequence[Answer], plain: Sequence[Answer]) -> Record:
     pairs = [(given, texts[given.place]) for given in answers if given.place in texts]
     gaps: list[float] = []
     for ours, theirs in pairs:
-        first = _first_difference(ours.new_ids, theirs.new_ids)
+        first = first_difference(ours.new_ids, theirs.new_ids)
         if first is not None and theirs.gaps is not None:
             gaps.append(theirs.gaps[first])
     equal = sum(ours.new_ids == theirs.new_ids for ours, theirs in pairs)
     return {"equal": equal, "of": len(pairs), "largest_gap": max(gaps, default=None)}
-
-
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    places = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, pair in places if len({*pair}) > 1), None)
 
 
 def repeated(repeats: Sequence[Sequence[Answer]]) -> dict[str, int] | None:

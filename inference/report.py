@@ -1,11 +1,13 @@
 """The page of an evaluation: one file that needs no network, no script and no other file.
 
-It reads the result, and beside it in the folder the certificate and the tuning where they are.
+It reads the result, and beside it in the folder the certificate; also a tuning, where the result
+tells of none.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +19,9 @@ from markupsafe import Markup
 from drafthead.data.files import write_atomically
 from drafthead.inference import tables
 from drafthead.inference.plots import drawings, png, smallest_batch, svg
-from drafthead.inference.summary import large, sentences, verdict
+from drafthead.inference.summary import certified, large, sentences, verdict
+
+log = logging.getLogger(__name__)
 
 FIGURES = (
     "speed", "survival", "round", "category", "language", "context", "drift", "losses"
@@ -35,8 +39,12 @@ def write_evaluation(
     `certificate.json` or `tuning.json` in the folder is not one.
     """
     result = {**result, "cells": [c for c in result["cells"] if c["records"]]}
-    certificate = _beside(folder / "certificate.json", "checks")
-    tuning = _beside(folder / "tuning.json", "shapes")
+    certificate, tuning = beside(folder)
+    if certificate and not certified(result, certificate):
+        log.warning(
+            "%s: a certificate of another head or target, not shown", folder / "certificate.json"
+        )
+        certificate = None
     drawn = drawings(result, losses)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for name in FIGURES:  # one of an earlier run would pass for this run's
@@ -77,7 +85,7 @@ def page(
         shades=sorted({t["shade"] for s in samples for x in s["texts"] for t in x["tokens"]} - {0}),
         deepest=DEEPEST,
         drifts=[(n, d, tables.drifted(d)) for n, d in tables.drifts(result).items()],
-        tuning=tables.tuned(tuning) if tuning else None,
+        tunings=_tunings(result, tuning),
         heads=_heads(result["heads"]),
         setup=_setup(result),
         contracts=json.dumps(
@@ -103,6 +111,12 @@ def facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         else:
             rows.append((f"{prefix}{key}", "none" if value in (None, {}) else str(value)))
     return rows
+
+
+def beside(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The certificate and the tuning in a folder; ValueError where a file of that name is none."""
+    certificate = _beside(folder / "certificate.json", "checks")
+    return certificate, _beside(folder / "tuning.json", "shapes")
 
 
 def _beside(path: Path, key: str) -> dict[str, Any] | None:
@@ -163,6 +177,26 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _said(depth: int, fell: bool) -> str:
     own = "the target’s own, where a draft fell" if fell else "the target’s own"
     return f"accepted at depth {depth}" if depth else own
+
+
+def _tunings(
+    result: Mapping[str, Any], other: Mapping[str, Any] | None
+) -> list[tuple[str, str, tables.Table]]:
+    """Name, remark and table of each tuning: those of the heads, else the other one."""
+    found = dict(result.get("tuning") or {}) or ({"tuning.json": other} if other else {})
+    return [(name, _measured(t), tables.tuned(t)) for name, t in found.items()]
+
+
+def _measured(tuning: Mapping[str, Any]) -> str:
+    """When and with what a tuning was made, as far as it tells."""
+    parts = [
+        f"in {tuning['dtype']}" if tuning.get("dtype") else "",
+        f"on {tuning['prompts']} prompts" if tuning.get("prompts") else "",
+        f"at temperature {tuning['temperature']:g}" if "temperature" in tuning else "",
+        f"({tuning['date'][:10]})" if tuning.get("date") else "",
+    ]
+    told = " ".join(filter(None, parts))
+    return f"Measured {told}: {tuning['file']}" if tuning.get("file") else ""
 
 
 def _heads(heads: Mapping[str, Mapping[str, Any]]) -> tables.Table:

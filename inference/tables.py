@@ -47,10 +47,10 @@ def table_rows(records: Mapping[str, Record]) -> list[list[str]]:
     rows = []
     for name, r in records.items():
         if "tau" not in r:
-            rows.append([name, "1.00", "", f"{r['tokens_per_s']:.1f}", "1.00", "1.00", ""])
+            rows.append([name, "1.00", "", _number(r["tokens_per_s"], 1), "1.00", "1.00", ""])
             continue
         wall, cpu = _joined(*_speedup(r, "speedup")), _joined(*_speedup(r, "cpu_speedup"))
-        tokens = f"{r['tokens_per_s']:.1f}"
+        tokens = _number(r["tokens_per_s"], 1)
         tau, interval = f"{r['tau']:.2f}", span(r["tau_interval"])
         rows.append([shown_name(name, r), tau, interval, tokens, wall, cpu, _identical(r)])
     return rows
@@ -77,7 +77,7 @@ def comparison(records: Mapping[str, Record]) -> Table:
     rows: list[list[Cell]] = []
     for name, r in records.items():
         first = _number(r.get("first_token_ms"), 1)
-        tokens = f"{r['tokens_per_s']:.1f}"
+        tokens = _number(r["tokens_per_s"], 1)
         if "tau" not in r:
             row: list[Cell] = [name, "1.00", tokens, "1.00", *[UNKNOWN] * 3, "1.00", "1.00", first]
             rows.append([*row, *[UNKNOWN] * several])
@@ -107,8 +107,11 @@ def same_text(cells: Sequence[Mapping[str, Any]], dtype: str) -> Table | None:
         if not (r["identical"] or r["agreement"]):
             continue
         served = r["agreement"] or {"largest_gap": None}
-        row = [shown_name(name, r), f"{cell['temperature']:g}", str(cell["batch"])]
-        row += [_identical(r), _of(r["agreement"]), _number(served["largest_gap"], 3)]
+        row: list[Cell] = [shown_name(name, r), f"{cell['temperature']:g}", str(cell["batch"])]
+        same = r["identical"] or {}
+        gap, tie = same.get("largest_gap"), same.get("tie")
+        apart = "" if gap is None or tie is None else f"gap {gap:.1g}, tie up to {tie:.1g}"
+        row += [(_identical(r), apart), _of(r["agreement"]), _number(served["largest_gap"], 3)]
         rows.append([*row, *[_of(r.get("repeated"))] * repeated])
     header = ["drafter", "temperature", "batch", "identical in float32", f"equal in {dtype}"]
     header += ["largest gap", *["equal over repeats"] * repeated]
@@ -205,7 +208,7 @@ def drifted(drift: Mapping[str, Any]) -> Table:
 
 
 def _speedup(record: Record, key: str) -> tuple[str, str]:
-    return f"{record[key]:.2f}", span(record.get(f"{key}_interval"))
+    return _number(record[key], 2), span(record.get(f"{key}_interval"))
 
 
 def _joined(value: str, interval: str) -> str:
@@ -213,7 +216,9 @@ def _joined(value: str, interval: str) -> str:
 
 
 def _identical(record: Record) -> str:
-    return _of(record["identical"], "not checked")
+    found = record["identical"]
+    tied = found.get("tied") if found else 0
+    return _of(found, "not checked") + (f", {tied} tied" if tied else "")
 
 
 def _of(counts: Mapping[str, Any] | None, nothing: str = UNKNOWN) -> str:

@@ -286,6 +286,15 @@ def load_target(
     return Target(model, load_tokenizer(name, revision, role))
 
 
+def load_config(
+    name: str | Path, revision: str | None = None, role: str = "target"
+) -> PreTrainedConfig:
+    """Load only the config of the text model, with the same errors."""
+    with _loading(str(name), role) as path:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, revision=revision)
+    return config.get_text_config()
+
+
 def load_tokenizer(
     name: str | Path, revision: str | None = None, role: str = "target"
 ) -> PreTrainedTokenizerBase:

@@ -8,6 +8,7 @@ all, and the fastest is taken: drafting nothing, unless a shape beats plain by m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -39,6 +40,8 @@ MARGIN = 0.95
 """Of plain decoding's forecast: a shape that comes to less is not tried."""
 
 Progress = Callable[[int, int], None]
+Gain = list[float | None]
+"""Times plain decoding's speed, and both ends of the interval."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def tune(
     )
     chosen: dict[int, TreeShape] = {}
     costs: dict[int, Costs] = {}
-    gains: dict[int, dict[str, list[float]]] = {}
+    gains: dict[int, dict[str, Gain]] = {}
     measured: dict[int, dict[str, float]] = {}
     for batch in sorted(set(batches)):
         stage(f"batch {batch}: measuring costs")
@@ -137,6 +140,8 @@ def _check(
         raise ValueError("there are no prompts: give at least one")
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)}: give numbers of 1 or more")
+    if not (math.isfinite(trial.temperature) and trial.temperature >= 0):
+        raise ValueError(f"temperature {trial.temperature}: give a number of 0 or more")
     if trial.clock not in CLOCKS:
         raise ValueError(f"clock {trial.clock!r}: choose one of {', '.join(CLOCKS)}")
     if trial.clock == "cpu" and target.device.type != "cpu":
@@ -244,9 +249,11 @@ def _settle(target: Target) -> None:
 
 
 def best(timed: Mapping[TreeShape, Sequence[Timed]], clock: str = "wall") -> TreeShape:
-    """The fastest shape of those that beat plain beyond their interval; `off` if none does."""
+    """The fastest shape of those that beat plain beyond their interval; `off` if none does, as
+    where there is no interval.
+    """
     shapes = [shape for shape in timed if shape != OFF]
-    sure = [shape for shape in shapes if gain(timed[shape], timed[OFF], clock)[1] > 1]
+    sure = [shape for shape in shapes if (gain(timed[shape], timed[OFF], clock)[1] or 0) > 1]
     return max(sure, key=lambda shape: rate(timed[shape], clock), default=OFF)
 
 
@@ -256,9 +263,9 @@ def gain(
     clock: str = "wall",
     resamples: int = 1000,
     seed: int = 0,
-) -> list[float]:
+) -> Gain:
     """How many times plain's tokens per second, and its 95 % bootstrap interval over decodings of
-    the same prompts.
+    the same prompts: None at both ends of a single one's.
     """
     pairs = zip(times, plain, strict=True)
     table = np.array([[t.tokens, t.seconds(clock), p.tokens, p.seconds(clock)] for t, p in pairs])
@@ -266,6 +273,8 @@ def gain(
     picks = rng.integers(0, len(table), size=(resamples, len(table)))
     sums = np.concatenate((table.sum(axis=0)[None], table[picks].sum(axis=1)))
     ratios = sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2]
+    if len(table) < 2:
+        return [float(ratios[0]), None, None]
     low, high = np.quantile(ratios[1:], [0.025, 0.975])
     return [float(ratios[0]), float(low), float(high)]
 

@@ -49,8 +49,8 @@ class Tuning:
     """With the draft step of the shape that was chosen."""
     measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Tokens per second by shape, `off` being plain decoding."""
-    gains: Mapping[int, Mapping[str, Sequence[float]]] = field(default_factory=dict)
-    """How many times plain decoding that is, and its 95 % interval."""
+    gains: Mapping[int, Mapping[str, Sequence[float | None]]] = field(default_factory=dict)
+    """How many times plain decoding that is, and its 95 % interval, None for a single decoding."""
     prompts: int = 0
     temperature: float = 0.0
     clock: str = "wall"
@@ -90,16 +90,27 @@ def tuned(
 
     Raises ValueError for a file that is none, or torn.
     """
+    if (found := fitting(folder, target, head)) is None:
+        return None
+    tuning = found[1]
+    size = tuning.nearest(batch)
+    return Tuned(tuning.shapes[size], tuning.costs[size] if batch <= size else None)
+
+
+def fitting(
+    folder: Path | None, target: Target, head: DraftHead | None = None
+) -> tuple[Path, Tuning] | None:
+    """The tuning of a head's folder that holds here, and its file; of one that does not it is said
+    once. Raises ValueError for a file that is none, or torn.
+    """
     misfits: dict[Path, list[str]] = {}
     for path in places(folder):
         if not path.is_file():
             continue
         tuning = read(path)
-        if lines := tuning.misfits(target, head):
-            misfits[path] = lines
-            continue
-        size = tuning.nearest(batch)
-        return Tuned(tuning.shapes[size], tuning.costs[size] if batch <= size else None)
+        if not (lines := tuning.misfits(target, head)):
+            return path, tuning
+        misfits[path] = lines
     for path, lines in misfits.items():
         if str(path) not in _TOLD:
             _TOLD.add(str(path))
@@ -138,6 +149,15 @@ def place_for(folder: Path) -> Path:
 
 
 # The file
+
+
+def check_place(path: Path) -> None:
+    """Refuse to write over a file that is no tuning; ValueError."""
+    if path.is_file() and path.stat().st_size:
+        try:
+            read(path)
+        except ValueError as error:
+            raise ValueError(f"{path}: is there and no tuning; name another file") from error
 
 
 def write(tuning: Tuning, path: Path) -> None:

@@ -88,7 +88,7 @@ def _together(measured: dict[str, Any], reference: dict[str, Any]) -> dict[str, 
     records = cell["records"] | {name: other[row] | {"name": name} for name, row in rows.items()}
     return measured | {
         "cells": [cell | {"records": records}],
-        **{key: measured[key] | reference[key] for key in ("heads", "simulated")},
+        **{key: measured[key] | reference[key] for key in ("heads", "simulated", "tuning")},
         "trees": [*measured["trees"], *reference["trees"]],
     }
 

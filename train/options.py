@@ -16,6 +16,7 @@ from drafthead.data.embedded import EMBEDDED
 from drafthead.train.terminal import say
 
 if TYPE_CHECKING:
+    from drafthead.inference.answering import Settings
     from drafthead.inference.target import Target
     from drafthead.inference.tree import TreeShape
 
@@ -24,7 +25,8 @@ HeadOption = Annotated[
     Path | None,
     typer.Option(
         "--head",
-        help="Folder of a trained head that drafts; `reference`: that of the embedded target.",
+        help="Folder of a trained head that drafts, `hub:ORG/NAME[@REVISION]`, or `reference`: "
+        "that of the embedded target.",
     ),
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -94,6 +96,19 @@ def make_folder(out: Path) -> None:
 def show_result(as_json: bool, values: dict[str, Any], line: str) -> None:
     """Print what a verb came to: the values as JSON, or the line."""
     print(json.dumps(values, default=str) if as_json else line)
+
+
+def tell_idle(settings: Settings, warmest: float) -> None:
+    """Say which options have nothing to act on where no temperature is above 0."""
+    given = {
+        f"--rule {settings.rule}": settings.rule in ("rejection", "block"),
+        "--top-k": settings.top_k > 0,
+        "--top-p": settings.top_p < 1,
+        "--seed": settings.seed != 0,
+    }
+    idle = ", ".join(name for name, was in given.items() if was)
+    if warmest == 0 and idle:
+        say(f"{idle}: no effect at temperature 0")
 
 
 def template_arguments(option: str, texts: Sequence[str] | None) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def told(agreement: Mapping[str, Any]) -> str:
     )
     if agreement["agrees"]:
         return f"as served: {figures}; they agree"
-    low, high = agreement["interval"]
-    away = f"{agreement['difference']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}"
+    away = f"{agreement['difference']:+.3f}"
+    if agreement["interval"] is not None:
+        low, high = agreement["interval"]
+        away += f", 95 % interval {low:+.3f} to {high:+.3f}"
     return f"as served: {figures} ({away}); likely cause: {cause}"

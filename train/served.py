@@ -118,7 +118,7 @@ def _as_json(found: Agreement, depth: int) -> dict[str, Any]:
         "simulated_tau": found.simulated_tau,
         "agrees": found.agrees,
         "difference": found.difference,
-        "interval": list(found.interval),
+        "interval": found.interval,
         "prompts": found.prompts,
         "new_tokens": TOKENS,
         "tree": f"chain:{depth}",

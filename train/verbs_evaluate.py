@@ -25,12 +25,12 @@ from drafthead.train.options import (
     TargetOption,
     dtype_of,
     target_folder,
+    tell_idle,
 )
 from drafthead.train.terminal import advising, bars, counting, say
 
 if TYPE_CHECKING:
     from drafthead.inference.compare import Comparison
-    from drafthead.inference.evaluate import Settings
 
 GROUPS = ("category", "language", "context")
 """By which figures are told apart."""
@@ -38,8 +38,8 @@ GROUPS = ("category", "language", "context")
 Heads = Annotated[
     list[str] | None,
     typer.Option(
-        help="Folder of a trained head, or NAME=FOLDER; several side by side; `reference`: that "
-        "of the embedded target."
+        help="Folder of a trained head, or NAME=FOLDER; `reference`: that of the embedded target. "
+        "Give it again for several, side by side."
     ),
 ]
 Siblings = Annotated[
@@ -47,17 +47,28 @@ Siblings = Annotated[
     typer.Option(help="Folder or Hub id of a smaller model that drafts, or NAME=FOLDER."),
 ]
 Prompts = Annotated[
-    list[str] | None, typer.Option(help="Files of prompts, or hub:ORG/NAME; default: embedded.")
+    list[str] | None,
+    typer.Option(help="File of prompts, or hub:ORG/NAME; by default embedded ones."),
 ]
 Trees = Annotated[
     list[str] | None, typer.Option(help=f"One or more of {TREES}. By default as `tune` chose here.")
 ]
-Temperatures = Annotated[list[float] | None, typer.Option(min=0, help="One or more; by default 0.")]
+Temperatures = Annotated[
+    list[float] | None,
+    typer.Option(min=0, help="0, the default, is greedy; give it again for several."),
+]
 Batches = Annotated[
-    list[int] | None, typer.Option(min=1, help="Prompts at a time, one or more; by default 1.")
+    list[int] | None,
+    typer.Option(
+        min=1, help="Prompts answered at a time, by default 1; give it again for several."
+    ),
 ]
 Groups = Annotated[
-    list[str] | None, typer.Option(help=f"Also a table by {', '.join(GROUPS)}: one or more.")
+    list[str] | None, typer.Option(help=f"Also a table by one of {', '.join(GROUPS)}.")
+]
+Identity = Annotated[
+    int,
+    typer.Option(min=0, help="Prompts whose texts are held against plain decoding's in float32."),
 ]
 Against = Annotated[
     str | None,
@@ -65,7 +76,9 @@ Against = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(help="Folder for result, page and tables; the same command goes on there."),
+    typer.Option(
+        help="Folder for report.html, evaluation.json and tables; a stopped run goes on there."
+    ),
 ]
 
 
@@ -76,24 +89,28 @@ def evaluate(
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
     tree: Trees = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts, over all categories.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most prompts, of all categories.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 64,
     temperature: Temperatures = None,
     batch: Batches = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Times that all is measured.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="How often all is measured.")] = 1,
     top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 = off.")] = 1.0,
     rule: RuleOption = COUPLED,
     lossy: LossyOption = False,
     seed: SeedOption = 0,
     by: Groups = None,
-    profile: Annotated[bool, typer.Option(help="Also show a round by part.")] = False,
-    identity: Annotated[int, typer.Option(min=0, help="Prompts compared in float32.")] = 4,
+    profile: Annotated[bool, typer.Option(help="Also what a round's time goes into.")] = False,
+    identity: Identity = 4,
     against: Against = None,
     out: Out = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Acceptance and speed of plain, lookup, heads, siblings and merged drafting, side by side.
+    """Measure what drafting gains: tau, tokens a round of the target, and speed against plain.
+
+    Rows: lookup, each head and sibling, and lookup merged with each. --out keeps all, with a page.
 
     Example: drafthead evaluate --head runs/mine/head --batch 1 --batch 4 --limit 30 --out runs/eval
     """
@@ -118,13 +135,8 @@ def evaluate(
         repeats=repeats,
         against=against,
     )
-    _tell_idle(asked.settings, max(temperatures))
-    if not head and not sibling:
-        idle = "; --tree has no effect" if tree else ""
-        say(f"no --head and no --sibling: only prompt lookup drafts{idle}")
+    _tell_without_effect(asked)
     result = _compared(asked, out)
-    for name, found in _drifts(result["drift"], against):
-        say(f"{name}: {found['advice']}")
     terminal.evaluation(result, by or [], profile, remark=as_json)
     if as_json:
         print(json.dumps(result))
@@ -140,6 +152,14 @@ def _check(by: list[str], against: str | None, heads: list[str]) -> None:
         raise ValueError("--against tries a head on another target: give one with --head")
 
 
+def _tell_without_effect(asked: Comparison) -> None:
+    """Say which options have nothing to act on."""
+    tell_idle(asked.settings, max(asked.temperatures))
+    if not asked.heads and not asked.siblings:
+        idle = "; --tree has no effect" if asked.trees else ""
+        say(f"no --head and no --sibling: only prompt lookup drafts{idle}")
+
+
 def _compared(asked: Comparison, out: Path | None) -> dict[str, Any]:
     """The evaluation, with a bar, and what to do after a Ctrl-C."""
     from drafthead.inference.compare import compare
@@ -149,6 +169,8 @@ def _compared(asked: Comparison, out: Path | None) -> dict[str, Any]:
         result = compare(asked, out=out, progress=counting(shown, "evaluating"), stage=say)
     if result["lossy"]:
         say(f"lossy: rule {asked.settings.rule!r} accepts what the target might not have written")
+    for name, found in _drifts(result["drift"], asked.against):
+        say(f"{name}: {found['advice']}")
     return result
 
 
@@ -159,16 +181,3 @@ def _drifts(found: dict[str, Any] | None, against: str | None) -> list[tuple[str
     if "advice" in found:
         return [(str(against), found)]
     return [(f"{name} on {against}", one) for name, one in found.items()]
-
-
-def _tell_idle(settings: Settings, warmest: float) -> None:
-    """Say which options a temperature of 0 leaves nothing to act on."""
-    given = {
-        f"--rule {settings.rule}": settings.rule in ("rejection", "block"),
-        "--top-k": settings.top_k > 0,
-        "--top-p": settings.top_p < 1,
-        "--seed": settings.seed != 0,
-    }
-    idle = ", ".join(name for name, was in given.items() if was)
-    if warmest == 0 and idle:
-        say(f"{idle}: no effect at temperature 0")

@@ -26,12 +26,18 @@ from drafthead.train.options import (
     dtype_of,
     shape_of,
     target_folder,
+    tell_idle,
 )
 from drafthead.train.terminal import say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from drafthead.heads.base import DraftHead
     from drafthead.inference.answering import Settings
     from drafthead.inference.grow import HeadDrafter
+    from drafthead.inference.target import Target
+    from drafthead.inference.tree import TreeShape
     from drafthead.train.terminal_chat import Told
 
 
@@ -58,10 +64,10 @@ def generate(
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
     tree: TreeOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 = off.")] = 1.0,
     rule: RuleOption = COUPLED,
     lossy: LossyOption = False,
     seed: SeedOption = 0,
@@ -79,7 +85,6 @@ def generate(
     from drafthead.inference.answering import Settings
     from drafthead.inference.chat import Chat
     from drafthead.inference.comparison import Comparison, models
-    from drafthead.inference.grow import drafting
     from drafthead.inference.lineup import check_rule, template_of
     from drafthead.inference.recall import RecallingTarget
     from drafthead.inference.stream import Stream
@@ -91,7 +96,7 @@ def generate(
     if head is not None and sibling is not None:
         raise ValueError("--head and --sibling: one of them drafts; give one")
     settings = Settings(max_new_tokens, temperature, top_k, top_p, seed, rule, lossy)
-    _tell_idle(settings)
+    tell_idle(settings, temperature)
     if head is None and sibling is None and (tree is not None or rule != COUPLED):
         say("no --head and no --sibling: --tree, --rule and --lossy have no effect")
     talks = prompt is None and sys.stdin.isatty()
@@ -100,8 +105,7 @@ def generate(
     assert model.tokenizer is not None
     form = ChatFormat(model.tokenizer, template_of(heads))
     chat = Chat(form, context=model.context, new_tokens=max_new_tokens, system=system)
-    drafters = (drafting(drafts, shape, model, rule=rule) for drafts in heads.values())
-    drafter = next(drafters, None)
+    drafter = _drafter(heads, shape, model, rule)
     answering = RecallingTarget(model) if talks else model
     talk = TerminalChat(
         chat,
@@ -112,6 +116,15 @@ def generate(
         talk.run(Lines())
     else:
         talk.once(said)
+
+
+def _drafter(
+    heads: Mapping[str, DraftHead], shape: TreeShape | None, target: Target, rule: str
+) -> HeadDrafter | None:
+    """What drafts: the one head or sibling, or nothing."""
+    from drafthead.inference.grow import drafting
+
+    return next((drafting(head, shape, target, rule=rule) for head in heads.values()), None)
 
 
 def _told(
@@ -134,19 +147,6 @@ def _told(
         greedy=settings.temperature == 0,
         plain_per_s=None if costs is None else 1 / costs.verify(1),
     )
-
-
-def _tell_idle(settings: Settings) -> None:
-    """Say which options a temperature of 0 leaves nothing to act on."""
-    given = {
-        f"--rule {settings.rule}": settings.rule in ("rejection", "block"),
-        "--top-k": settings.top_k > 0,
-        "--top-p": settings.top_p < 1,
-        "--seed": settings.seed != 0,
-    }
-    idle = ", ".join(name for name, was in given.items() if was)
-    if settings.temperature == 0 and idle:
-        say(f"{idle}: no effect at temperature 0")
 
 
 def _all_of_input() -> str:

@@ -36,14 +36,19 @@ BATCHES = (1, 4)
 Prompts = Annotated[
     list[str] | None,
     typer.Option(
-        help="Prompt files; default: embedded, from the end that evaluate keeps for last."
+        help="Prompt files; by default embedded ones, those that evaluate --limit takes last."
     ),
 ]
 Batches = Annotated[
-    list[int] | None, typer.Option(min=1, help="Rows decoded together; give several; 1 and 4.")
+    list[int] | None,
+    typer.Option(min=1, help="Prompts decoded at a time; give it again for several; else 1 and 4."),
 ]
-Clock = Annotated[str, typer.Option(help="wall; cpu where others use the processor, too.")]
-Out = Annotated[Path | None, typer.Option(help="Write here, not where decoding looks for it.")]
+Clock = Annotated[
+    str, typer.Option(help="wall, or cpu where other programs use the processor, too.")
+]
+Out = Annotated[
+    Path | None, typer.Option(help="File to write, instead of where decoding finds it by itself.")
+]
 
 
 def tune(
@@ -53,10 +58,10 @@ def tune(
     dtype: DtypeOption = "auto",
     prompts: Prompts = None,
     batch: Batches = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts, over all categories.")] = 12,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each decoding that is timed.")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts, of all categories.")] = 12,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each decoding is timed.")] = 2,
     clock: Clock = "wall",
     seed: SeedOption = 0,
     out: Out = None,
@@ -73,13 +78,14 @@ def tune(
     from drafthead.inference.lineup import template_of
     from drafthead.inference.tune import Trial
     from drafthead.inference.tune import tune as tuning_of
-    from drafthead.inference.tuning import folder_of, place_for, write
+    from drafthead.inference.tuning import check_place, folder_of, place_for, write
 
     if (head is None) == (sibling is None):
         raise ValueError("give --head or --sibling, the one that is to be tuned")
     dtype = dtype_of(dtype)
     if out is not None:
         make_folder(out)
+        check_place(out)
     if seed and not temperature:
         say("--seed: no effect at temperature 0")
     model, heads = models(Comparison(target_folder(target), dtype, head, sibling), dtype)
@@ -134,15 +140,22 @@ def _prompts(
     assert target.tokenizer is not None
     chat = ChatFormat(target.tokenizer, template)
     known = prompts_of(names, say)[::-1]
-    if not known:
-        raise ValueError(f"{', '.join(names)}: no prompts to tune on")
-    found = []
-    for prompt in spread(known, limit):
-        found.append(chat.prompt_ids(prompt.opening))
+    found: list[list[int]] = []
+    left: list[str] = []
+    for prompt in spread(known, len(known)):
         try:
-            check_prompt(target, found[-1], new_tokens)
+            ids = chat.prompt_ids(prompt.opening)
+            check_prompt(target, ids, new_tokens)
         except ValueError as error:
-            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+            left.append(f"prompt {prompt.id!r}: {error}")
+            continue
+        found.append(ids)
+        if len(found) == limit:
+            break
+    if not found:
+        raise ValueError(f"no prompt can be tuned on: {left[0]}")
+    if left:
+        say(f"left out: {len(left)} of the prompts ({left[0]})")
     return found
 
 
@@ -150,11 +163,18 @@ def _lines(found: Tuning) -> list[str]:
     """A line for each batch size: what was chosen, and what else was measured."""
     lines = []
     for size, shape in found.shapes.items():
-        gains = found.gains[size]
-        told = {name: f"{name} {gain:.2f} ({low:.2f}–{high:.2f})"
-                for name, (gain, low, high) in gains.items()}  # fmt: skip
+        told = {name: f"{name} {_gain(gain)}" for name, gain in found.gains[size].items()}
         others = ", ".join(text for name, text in told.items() if name != str(shape))
-        best = f"{told[str(shape)]} times plain" if str(shape) in told else "off: nothing pays"
+        unsure = any(None in gain for gain in found.gains[size].values())
+        off = "off: a single decoding shows no gain for sure" if unsure else "off: nothing pays"
+        best = f"{told[str(shape)]} times plain" if str(shape) in told else off
         also = f"; also {others}" if others else ""
         lines.append(f"batch {size}: {best}{also}")
     return lines
+
+
+def _gain(gain: Sequence[float | None]) -> str:
+    """A gain, with its interval where it has one."""
+    times, low, high = gain
+    interval = "" if low is None or high is None else f" ({low:.2f}–{high:.2f})"
+    return f"{times:.2f}{interval}"

@@ -53,7 +53,7 @@ def test_decoded_and_simulated_tau_are_one_in_fp32(
     assert found["decoded_tau"] > 1.5, "or the head drafts nothing that could differ"
     assert found["tau"] == found["decoded_tau"]
     assert found["difference"] == 0.0
-    assert found["difference_interval"] == [0.0, 0.0]
+    assert found["difference_interval"] == (0.0, 0.0)
     assert found["agrees"]
 
 
@@ -93,7 +93,7 @@ def test_the_interval_is_that_of_all_resamples_of_prompts_in_pairs() -> None:
 
     each = [tau(ours, p) - tau(theirs, p) for p in itertools.product(range(3), repeat=3)]
     every = np.repeat(each, 1000)  # quantiles of a law, not of 27 draws of it
-    low, high = paired_interval(ours, theirs)
+    low, high = paired_interval(ours, theirs) or (0.0, 0.0)
     assert low == pytest.approx(float(np.quantile(every, 0.025)), abs=0.02)
     assert high == pytest.approx(float(np.quantile(every, 0.975)), abs=0.02)
     assert paired_interval(ours, ours) == (0.0, 0.0)
@@ -109,7 +109,9 @@ def test_one_round_that_rounding_moved_is_no_alarm_and_a_lost_tenth_is_one() -> 
     assert not found.agrees
     assert found.difference < -0.1
     one = compare_rounds(told[:1], [flipped[0]])
-    assert one.agrees, "one prompt has an interval of no width"
+    assert one.interval is None, "one prompt says nothing of others"
+    assert one.agrees, "and then rounding alone decides"
+    assert not compare_rounds(told[:1], worse[:1]).agrees
 
 
 def test_a_difference_within_the_interval_of_the_prompts_agrees() -> None:

@@ -17,10 +17,11 @@ from drafthead.inference.checks_drafters import OwnGuess
 from drafthead.inference.checks_law import Law, check_law, law_of
 from drafthead.inference.checks_remembered import LENGTH, Remembered
 from drafthead.inference.checks_subject import Check, Subject, written
-from drafthead.inference.checks_text import Rounding, Truth, check_texts, first_difference, rounding
+from drafthead.inference.checks_text import check_texts, first_gap
 from drafthead.inference.drafters import Drafter, LookupDrafter
 from drafthead.inference.grow import HeadDrafter
 from drafthead.inference.noise import Noise
+from drafthead.inference.rounding import MARGIN, Rounding, Truth, _moved, one_by_one, rounding
 from drafthead.inference.row import Row
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.store import Store
@@ -153,6 +154,14 @@ def test_f51_a_top_k_that_is_not_honoured_is_named(
     assert "none that the target can write" in check.detail
 
 
+def test_answers_that_end_at_once_are_no_subject() -> None:
+    """Nothing can be drafted in them, so a fault would not show either."""
+    subject = subject_of()
+    subject.target.model.generation_config.eos_token_id = list(range(512))
+    with pytest.raises(ValueError, match="end with their token 1 at the latest"):
+        _ = Bench(subject, SIZE).truths
+
+
 # Ties
 
 
@@ -168,13 +177,13 @@ def test_f39_a_difference_is_forgiven_within_the_measured_rounding_only() -> Non
     logits[2, 9] = 3.0 - 1e-3
     text = text_of(logits)
     near, wild, short = [5, 6, 9, 1], [5, 6, 11, 8], [5, 6, 7]
-    assert first_difference([5, 6, 7, 8], text) is None
-    assert first_difference(near, text) == (2, pytest.approx(1e-3, rel=1e-3))
-    assert first_difference(wild, text) == (2, 3.0)
-    assert first_difference(short, text) == (3, math.inf)
+    assert first_gap([5, 6, 7, 8], text) is None
+    assert first_gap(near, text) == (2, pytest.approx(1e-3, rel=1e-3))
+    assert first_gap(wild, text) == (2, 3.0)
+    assert first_gap(short, text) == (3, math.inf)
 
     def passes(new: list[int], tie: float, of: Subject = subject) -> bool:
-        measured, drafters = Rounding(tie / 2, 0.0), {"lookup": LookupDrafter(2)}
+        measured, drafters = Rounding(tie / MARGIN, 0.0), {"lookup": LookupDrafter(2)}
         check = check_texts("x", of, [text], measured, drafters, lambda *_: [new])
         assert ("gap" in check.figure) == (new != text.new)
         return check.passed
@@ -195,7 +204,19 @@ def test_rounding_is_measured_without_our_own_forwards(
     monkeypatch.delattr(Target, "prefill")
     measured = rounding(bench.subject.target, bench.truths)
     assert 0 < measured.states < 1e-12
-    assert measured.logits < 1e-5  # `generate` keeps logits in float32
+    assert measured.apart < 1e-5  # `generate` keeps logits in float32
+    for own in bench.truths:
+        again = one_by_one(bench.subject.target, own.prompt, own.new)
+        assert again.ids == own.ids
+        assert torch.allclose(again.logits.float(), own.logits.float(), atol=1e-5)
+
+
+def test_rounding_is_how_far_two_tokens_move_against_each_other() -> None:
+    """What moves all logits alike changes no choice, nor does a token that is no candidate."""
+    one = torch.tensor([[5.0, 4.0, 1.0], [3.0, 2.5, 0.0]])
+    assert _moved(one, one + 7) == 0.0
+    assert _moved(one, one + torch.tensor([0.0, 0.0, 0.5])) == 0.0
+    assert _moved(one, one + torch.tensor([-0.25, 0.5, 0.0])) == 0.75
 
 
 def test_half_precision_is_bounded_by_its_own_rounding() -> None:

@@ -11,11 +11,14 @@ import pandas as pd
 import pytest
 from tiny import tiny_target, tiny_tokenizer
 
+from drafthead.data.conversations import Prompt
 from drafthead.heads.eagle3 import Eagle3Settings
-from drafthead.inference.compare import Comparison, compare
+from drafthead.inference import compare as comparing
+from drafthead.inference.compare import Comparison, _distinct, compare
 from drafthead.inference.evaluate import Settings
 from drafthead.inference.lineup import named
 from drafthead.inference.sibling import Sibling
+from drafthead.inference.summary import verdict
 from drafthead.inference.target import load_target
 
 
@@ -69,7 +72,7 @@ def evaluated(folder: Path, *trees: str, head: bool = False, sibling: bool = Fal
         ({"sibling": True}, ["plain", "lookup", "sibling", "merged"]),
         (
             {"head": True, "sibling": True},
-            ["plain", "lookup", "head", "sibling", "merged"],
+            ["plain", "lookup", "head", "sibling", "merged head", "merged sibling"],
         ),
     ],
     ids=["neither", "head", "sibling", "both"],
@@ -122,7 +125,8 @@ def test_a_grid_of_several_heads_that_is_stopped_anywhere_goes_on(
     assert whole["sittings"] == 1
     assert [(c["temperature"], c["batch"]) for c in whole["cells"]] == [(0.0, 2), (0.0, 1)]
     for ours, theirs in zip(whole["cells"], pieces["cells"], strict=True):
-        assert list(ours["records"]) == ["plain", "lookup", "one", "two", "merged"]
+        merged = ["merged one", "merged two"]
+        assert list(ours["records"]) == ["plain", "lookup", "one", "two", *merged]
         for name, record in ours["records"].items():
             other = theirs["records"][name]
             assert record["repeated"] == {"equal": 4, "of": 4} == other["repeated"]
@@ -168,9 +172,51 @@ def test_no_prompt_that_can_be_answered_is_an_error(folder: Path) -> None:
         compare(asked(folder, settings=Settings(max_new_tokens=255)))
 
 
+def test_identity_is_of_prompts_that_fit(folder: Path, tmp_path: Path) -> None:
+    """Nothing compared is no proof: a first prompt that is too long gives its place to the next."""
+    rows = [{"id": "long", "turns": ["word " * 400]}, {"id": "fits", "turns": ["Why?"]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = compare(replace(asked(folder), prompts=(str(tmp_path / "p.jsonl"),)))
+    same = result["cells"][0]["records"]["lookup"]["identical"]
+    assert (same["equal"], same["of"]) == (1, 1)
+    none = {"equal": 0, "of": 0, "tied": 0, "largest_gap": None, "tie": None, "dtype": "float32"}
+    result["cells"][0]["records"]["lookup"]["identical"] = none
+    assert verdict(result, None).kind == "unchecked"
+
+
 def test_a_batch_that_prompts_cannot_fill_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="batch 4: there are 3 prompts"):
         compare(asked(folder, batches=(1, 4)))
+
+
+def test_no_id_is_given_twice_even_where_one_looks_like_a_number() -> None:
+    """Figures are by prompt: two prompts of one id would count as one."""
+    prompts = [Prompt(name, "c", ["x"]) for name in ("a", "a#2", "a", "b", "a", "a#2", "a#3")]
+    found = [prompt.id for prompt in _distinct(prompts)]
+    assert len(set(found)) == len(found)
+    assert found[:2] == ["a", "a#2"], "the first of each keeps its own"
+    assert found[3] == "b"
+
+
+def test_another_target_that_is_not_there_costs_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a measurement for nothing, nor one that is lost when the name is put right."""
+    out, wrong = tmp_path / "out", tmp_path / "typo"
+    one = asked(folder, "chain:1", head=folder / "head", identity=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(comparing, "models", lambda *a: pytest.fail("it was loaded"))
+        for other, said in ((wrong, "no such folder"), (folder / "head", "model_type is")):
+            with pytest.raises((ValueError, OSError), match=said):
+                compare(replace(one, against=str(other)), out=out)
+    compare(one, out=out)
+    kept = (out / "journal.jsonl").read_text()
+    result = compare(replace(one, against=str(folder / "target")), out=out)
+    assert result["drift"]["lost"] == 0.0
+    assert result["sittings"] == 2
+    text = (out / "journal.jsonl").read_text()
+    assert text.startswith(kept), "what was measured before is taken as it is"
+    assert len(text.splitlines()) == len(kept.splitlines()) + 2, "a sitting and the drift"
 
 
 def test_names_of_heads(tmp_path: Path) -> None:

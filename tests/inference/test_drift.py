@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from by_heart import QUESTIONS, TOKENS, asked, learnt, plain_target, texts_of
-from tiny import tiny_target, tiny_tokenizer
+from tiny import tiny_head, tiny_target, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
 from drafthead.data.conversations import Prompt
@@ -18,8 +18,11 @@ from drafthead.heads.contract import ContractError
 from drafthead.heads.eagle3 import Eagle3Settings
 from drafthead.inference.agreement import paired_interval
 from drafthead.inference.answering import Answer, Settings
-from drafthead.inference.drift import advice, drift, worth
-from drafthead.inference.target import load_target
+from drafthead.inference.drift import _answers, _loss, advice, drift, worth
+from drafthead.inference.evaluate import evaluate
+from drafthead.inference.grow import HeadDrafter
+from drafthead.inference.metrics import Round
+from drafthead.inference.target import Target, load_target
 from drafthead.inference.tree import Shape
 
 LAYERS = (2, 3, 5)
@@ -87,10 +90,22 @@ def test_a_tuned_target_costs_tau_and_the_advice_is_to_train(root: Path) -> None
 
 def test_the_same_target_under_another_name_costs_nothing(root: Path) -> None:
     found = drifted(root, str(root / "target"))
-    assert (found["lost"], found["lost_interval"]) == (0.0, [0.0, 0.0])
+    assert (found["lost"], found["lost_interval"]) == (0.0, (0.0, 0.0))
     assert found["worth"] is False
     assert found["advice"].startswith("keep the head")
     assert "its weights are those of the head's own target" in found["remarks"]
+
+
+def test_sampled_turns_are_those_of_an_evaluation(chatting: Target) -> None:
+    """Both key the noise of a second turn alike, or the head would be held against other texts."""
+    head = tiny_head(chatting.model, layers=(1, 2, 3))
+    prompts = [Prompt("one", "a", ["Why?"]), Prompt("two", "a", ["Why?", "And then?"])]
+    settings = Settings(max_new_tokens=6, temperature=1.0, seed=3)
+    measured = evaluate(chatting, prompts, {"head": HeadDrafter(head, CHAIN)}, settings)
+    drifting = _answers(head, chatting, prompts, CHAIN, settings, batch=2)
+    texts = {a.place: a.ids for a in measured.answers["head"]}
+    assert len(texts) == 3
+    assert {a.place: a.ids for a in drifting} == texts
 
 
 def test_an_adapter_is_laid_over_the_target(root: Path, tmp_path: Path) -> None:
@@ -159,12 +174,19 @@ def test_advice_is_given_where_the_interval_is_clear_of_three_per_cent() -> None
         assert advice(2.0, sum(interval) / 2, interval).startswith(first)
 
 
+def test_one_prompt_has_no_interval_and_leaves_the_advice_open() -> None:
+    own, other = {"a": [Round(2, 2, 3)]}, {"a": [Round(2, 0, 1)]}
+    assert _loss(own, other)["lost_interval"] is None
+    assert worth(2.0, None) is None
+    assert advice(2.0, 0.5, None) == (
+        "undecided: the head loses 25.0 % of tau on a single prompt; give more prompts"
+    )
+
+
 def test_the_loss_is_paired_over_prompts() -> None:
     """Prompts that differ much from each other, and all lose the same, leave a narrow interval."""
-    from drafthead.inference.metrics import Round
-
     own = [[Round(8, n, n + 1)] * 10 for n in range(2, 8)]
     other = [[Round(8, n - 1, n)] * 10 for n in range(2, 8)]
-    low, high = paired_interval(own, other)
+    low, high = paired_interval(own, other) or (0.0, 0.0)
     assert low == pytest.approx(1.0)
     assert high == pytest.approx(1.0)

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from drafts import AlwaysWrong, HalfRight, own_greedy
+from drafts import AlwaysWrong, HalfRight, endless, own_greedy
 from tiny import tiny_head, tiny_tokenizer
 from torch import nn
 
 from drafthead.data.chat import ChatFormat
 from drafthead.data.conversations import Message, Prompt
 from drafthead.heads.base import DraftHead, TeacherBatch
+from drafthead.inference import identity as identities
 from drafthead.inference.compare import line_up, records_of, spread
-from drafthead.inference.drafters import Drafter, HeadDrafter, LookupDrafter
+from drafthead.inference.drafters import (
+    Drafter,
+    HeadDrafter,
+    LookupDrafter,
+    MergedDrafter,
+    heads_of,
+)
 from drafthead.inference.evaluate import (
     PLAIN,
     Answer,
     Settings,
     answer,
     evaluate,
-    identity,
 )
+from drafthead.inference.identity import identity
+from drafthead.inference.lineup import named
 from drafthead.inference.metrics import acceptance
 from drafthead.inference.records import agreement
 from drafthead.inference.simulate import simulate
@@ -147,7 +156,8 @@ def test_every_drafter_answers_as_plain_does(
         if name != PLAIN:
             assert records[name]["agreement"] == {"equal": 4, "of": 4, "largest_gap": None}
             same = records[name]["identical"]
-            assert same == {"equal": 2, "of": 2, "new_tokens": 8, "dtype": "float32"}
+            told = {"equal": 2, "of": 2, "new_tokens": 8, "dtype": "float32"}
+            assert same == told | {"tied": 0, "largest_gap": None, "tie": None}
     first, second = answers[PLAIN][:2]
     assert second.prompt_length > len(first.ids) - 24
 
@@ -295,7 +305,34 @@ def test_identity_counts_differences(chatting: Target) -> None:
     """It looks at ids: one drafter is exact, a broken rule would not be."""
     prompts = [[4, 5, 6], [7, 8]]
     table = identity(chatting, prompts, {"lookup": LookupDrafter(3)}, SETTINGS)
-    assert table == {"lookup": {"equal": 2, "of": 2, "new_tokens": 24, "dtype": "float32"}}
+    assert (table["lookup"]["equal"], table["lookup"]["of"], table["lookup"]["tied"]) == (2, 2, 0)
+    assert table["lookup"]["largest_gap"] is table["lookup"]["tie"] is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_f39_a_first_difference_is_a_tie_only_within_the_targets_own_rounding(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Of a target that knows two words for one thing: the other one is a tie, any third is none."""
+    settings = Settings(3, temperature, seed=1)
+    target, ids, twin = Target(endless(num_layers=4)), [4, 5, 6], 500
+    word = answer(target, None, ids, settings).new_ids[1]
+    target.model.lm_head.weight[twin] = target.model.lm_head.weight[word]
+    same = answer(target, None, [7, 8], settings, stream=1)
+    own = answer(target, None, ids, settings)
+    chosen = own.new_ids[1]
+    for token, tied in ((twin + word - chosen, int(temperature == 0)), (300, 0)):
+        other = replace(own, ids=[*own.ids[:4], token, *own.ids[5:]])
+        monkeypatch.setattr(identities, "answer_turns", lambda *a, o=other, **k: [o, same])
+        table = identity(target, [ids, [7, 8]], {"x": LookupDrafter(2)}, settings)
+        told = table["x"]
+        assert (told["equal"], told["of"], told["tied"]) == (1, 2, tied)
+        assert (told["largest_gap"] <= told["tie"]) == bool(tied)
+        assert 0 < told["tie"] < 1e-3
+    short = replace(own, ids=own.ids[:-1])
+    monkeypatch.setattr(identities, "answer_turns", lambda *a, **k: [short, same])
+    table = identity(target, [ids, [7, 8]], {"x": LookupDrafter(2)}, settings)
+    assert (table["x"]["tied"], table["x"]["largest_gap"]) == (0, math.inf), "no tie to blame"
 
 
 def test_the_baselines_name_is_taken(chatting: Target) -> None:
@@ -314,6 +351,24 @@ def test_one_tree_is_called_head_several_by_their_shape(chatting: Target) -> Non
     assert list(line_up(chatting, {"head": head}, [Shape(2, 1, 2)])) == ["lookup", "head", "merged"]
     two = line_up(chatting, {"head": head}, [Shape(2, 1, 2), Shape(2, 2, 4)])
     assert list(two) == ["lookup", "head chain:2", "head tree:2x2:4", "merged"]
+
+
+def test_every_head_of_several_has_a_merged_row_of_its_own(chatting: Target) -> None:
+    """Or the first one's would be read as that of all."""
+    heads = {n: tiny_head(chatting.model, layers=(1, 2, 3), seed=s) for s, n in enumerate("ab")}
+    table = line_up(chatting, heads, [Shape(2, 1, 2), Shape(2, 2, 4)])
+    assert [*table][-2:] == ["merged a", "merged b"]
+    for name, head in heads.items():
+        merged = table[f"merged {name}"]
+        assert heads_of(merged) == [head]
+        assert isinstance(merged, MergedDrafter)
+        assert merged.others == (table[f"{name} chain:2"],), "with its first shape"
+
+
+def test_the_names_of_other_rows_are_taken() -> None:
+    for name in ("plain", "merged", "merged a"):
+        with pytest.raises(ValueError, match="the name is taken"):
+            named([f"{name}=x", "b=y"], "head")
 
 
 def test_texts_of_another_draw_are_not_held_against_plain(

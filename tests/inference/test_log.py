@@ -56,6 +56,14 @@ def test_another_header_is_refused_by_name_and_nothing_is_lost(tmp_path: Path) -
     assert (tmp_path / JOURNAL).read_bytes() == before
 
 
+def test_another_commands_journal_is_left_alone(tmp_path: Path) -> None:
+    for text in ('{"step": 1}\n', "[1]\n"):
+        (tmp_path / JOURNAL).write_text(text)
+        with pytest.raises(ValueError, match="is no journal of an evaluation; name another --out"):
+            kept(tmp_path, [])
+        assert (tmp_path / JOURNAL).read_text() == text
+
+
 def test_damage_before_the_end_is_no_torn_line(tmp_path: Path) -> None:
     kept(tmp_path, [])
     path = tmp_path / JOURNAL

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import evaluations
 import pandas as pd
 import pytest
 from tiny import tiny_tokenizer
@@ -15,7 +18,9 @@ from drafthead.inference.compare import records_of
 from drafthead.inference.log import Cell, answers_table, rounds_table
 from drafthead.inference.metrics import Round
 from drafthead.inference.records import Side, bucket, finite, paired
+from drafthead.inference.report import write_evaluation
 from drafthead.inference.samples import samples
+from drafthead.inference.tables import table_rows
 
 PARTS = (0.1, 0.6, 0.1, 0.1)
 """Shares of a round's seconds."""
@@ -54,6 +59,9 @@ def test_f61_figures_of_scripted_rounds_as_reported() -> None:
     assert made["survival"] == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1 / 3])
     assert made["conditional"] == pytest.approx([2 / 3, 1 / 2, 1, 1])
     assert made["cut"] == 0
+    for key in ("tau_interval", "speedup_interval", "cpu_speedup_interval"):
+        assert made[key] is made["by_category"]["chat"].get(key) is None, "of a single prompt"
+    assert made["survival_interval"] == made["conditional_interval"] == [None] * 4
     # Eight tokens in three rounds of half a second, beside as many in eight: 8 / 3 times as fast.
     assert made["speedup"] == made["cpu_speedup"] == pytest.approx(8 / 3)
     assert made["first_token_ms"] == pytest.approx(200)
@@ -159,6 +167,9 @@ def test_f62_every_figure_is_recomputed_from_the_table_of_rounds() -> None:
             part, found = ours[mine], told[by][label]
             assert found["tau"] == pytest.approx(part.emitted.mean(), rel=1e-12)
             assert (found["rounds"], found["prompts"]) == (len(part), part.prompt.nunique())
+            if found["prompts"] == 1:
+                assert found["tau_interval"] is found["speedup_interval"] is None
+                continue
             low, high = found["tau_interval"]
             assert low <= found["tau"] <= high
             low, high = found["speedup_interval"]
@@ -167,6 +178,31 @@ def test_f62_every_figure_is_recomputed_from_the_table_of_rounds() -> None:
     for key in ("survival", "conditional"):
         for value, (low, high) in zip(told[key], told[f"{key}_interval"], strict=True):
             assert low <= value <= high
+
+
+def test_a_clock_that_saw_no_time_pass_gives_no_speed(tmp_path: Path) -> None:
+    """As a coarse CPU clock may: unknown everywhere, the rest stands."""
+    given = [scripted([[1, 0]] * 4, name=name) for name in "ab"]
+    for one in given:
+        one.spent = [Spent(s.seconds, 0.0, s.parts) for s in one.spent]
+    stopped = [replace(one, spent=[Spent(0.0, 0.0, (0.0,) * 4)] * 4) for one in given]
+    plain = [plain_of(one) for one in given]
+    made = finite(records_of([{"plain": plain, "head": given, "still": stopped}], {}))
+    assert made["head"]["cpu_speedup"] is made["head"]["cpu_speedup_interval"] is None
+    assert made["head"]["speedup"] == pytest.approx(2.0)
+    assert made["still"]["speedup"] is made["still"]["tokens_per_s"] is None
+    assert made["still"]["tau"] == 2.0
+    result = evaluations.result(temperatures=(0.0,))
+    for cell in result["cells"]:
+        cell["records"] = made
+    shown = write_evaluation(tmp_path, result).read_text(encoding="utf-8")
+    assert "The fastest drafter at temperature 0 and batch 1 is “head”: 2.00 times" in shown
+    assert "nan" not in shown.split("<h2>How it was measured")[0].split("</style>")[1].lower()
+    assert [row[4:6] for row in table_rows(made)][1:] == [["2.00 (2.00–2.00)", "–"], ["–", "–"]]
+    for cell in result["cells"]:
+        cell["records"] = {name: made[name] for name in ("plain", "still")}
+    shown = write_evaluation(tmp_path, result).read_text(encoding="utf-8")
+    assert "no speed is known. “still” had 2.00 tokens" in shown
 
 
 def test_speed_ups_are_on_the_turns_that_both_sides_answered() -> None:

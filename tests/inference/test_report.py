@@ -21,10 +21,12 @@ from drafthead.inference.evaluate import Settings
 from drafthead.inference.plots import VARIABLES
 from drafthead.inference.report import page as page_of
 from drafthead.inference.report import write_evaluation
-from drafthead.inference.summary import sentences, verdict
+from drafthead.inference.summary import verdict
+from drafthead.inference.tables import table_rows
 from drafthead.inference.target import load_target
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
+GROUPS = ("by_category", "by_language", "by_context")
 LOSSES = [(10 * i, 5 / (1 + i)) for i in range(12)]
 
 
@@ -262,32 +264,57 @@ def test_the_verdict_says_no_more_than_was_checked() -> None:
     assert verdict(result, evaluations.CERTIFICATE).kind == "lossy"
 
 
-def test_a_simulated_figure_that_disagrees_is_told_at_once() -> None:
+def test_one_prompt_has_no_interval_anywhere(tmp_path: Path) -> None:
+    """Nor empty brackets, and the gain is not sold as one."""
     result = evaluations.result(temperatures=(0.0,))
-    result["simulated"]["head"]["agrees"] = False
-    told = [said for said, _ in sentences(result, verdict(result, None))]
-    assert any(said.startswith("Simulated and decoded tau of head disagree") for said in told)
-
-
-def test_a_sampled_run_by_a_ratio_rule_promises_the_law_and_not_the_text() -> None:
-    result = evaluations.result(temperatures=(1.0,))
-    result["settings"]["rule"] = "rejection"
-    told = verdict(result, evaluations.CERTIFICATE).headline
-    assert told == "Lossless: the text follows the target’s own law"
-
-
-def test_f64_no_gain_is_called_none() -> None:
-    result = evaluations.result(temperatures=(0.0,))
+    for cell in result["cells"]:
+        for r in cell["records"].values():
+            for one in [r, *(g for by in GROUPS for g in r.get(by, {}).values() if g)]:
+                for key in [key for key in one if key.endswith("_interval")]:
+                    several = isinstance(one[key], list) and isinstance(one[key][0], list)
+                    one[key] = [None] * len(one[key]) if several else None
+    result["simulated"]["head"]["interval"] = result["drift"]["lost_interval"] = None
+    result["drift"]["tau"]["interval"] = result["drift"]["other"]["interval"] = None
+    result["drift"]["by_category"]["coding"]["lost_interval"] = None
+    page = Page(write_evaluation(tmp_path, result).read_text(encoding="utf-8"))
+    assert not [said for said in page.all("small") if "–" in said]
+    (first,) = page.all("p", class_="first")
+    assert "95 %" not in first
+    assert "()" not in first
+    assert "One prompt has no interval: this may be chance." in first
     records = result["cells"][0]["records"]
-    for r in records.values():
-        if "tau" in r:
-            r["speedup"], r["speedup_interval"] = 0.8, [0.7, 0.9]
-    told = dict(sentences(result, verdict(result, None)))
-    (bold,) = [said for said, strong in told.items() if strong]
-    assert bold.startswith("No drafter was faster than plain decoding")
-    records["head"]["speedup"], records["head"]["speedup_interval"] = 1.02, [0.97, 1.08]
-    (bold,) = [said for said, strong in sentences(result, verdict(result, None)) if strong]
-    assert bold.endswith("The interval reaches 1, so this shows no gain.")
+    for row in table_rows(records):
+        assert not any("(" in cell for cell in row)
+
+
+def test_a_certificate_of_another_head_or_target_is_not_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = evaluations.result(temperatures=(0.0,))
+    result["heads"]["head"]["fingerprint"] = "own"
+    target = {"fingerprint": result["target"]["fingerprint"]}
+    made = evaluations.CERTIFICATE | {"target": target}
+    shown = []
+    for head, other in (("own", {}), ("another", {}), ("own", {"fingerprint": "another"})):
+        told = made | {"head": {"fingerprint": head}, "target": target | other}
+        (tmp_path / "certificate.json").write_text(json.dumps(told))
+        page = write_evaluation(tmp_path, result).read_text(encoding="utf-8")
+        shown.append("checks of the certificate passed" in page and "✓ passed" in page)
+    assert shown == [True, False, False]
+    assert caplog.text.count("a certificate of another head or target") == 2
+
+
+def test_the_heads_own_tunings_are_shown_by_name(tmp_path: Path) -> None:
+    """In place of one beside the page, which belongs to no head."""
+    result = evaluations.result(temperatures=(0.0,))
+    own = evaluations.TUNING | {"file": "runs/mine/tuning.json", "prompts": 12, "temperature": 0.0}
+    result["tuning"] = {"head": own, "second": own | {"shapes": {"1": "off"}, "measured": {}}}
+    (tmp_path / "tuning.json").write_text(json.dumps(evaluations.TUNING))
+    page = Page(write_evaluation(tmp_path, result).read_text(encoding="utf-8"))
+    titles = page.all("h3")
+    assert ("second" in titles, "tuning.json" in titles) == (True, False)
+    told = "Measured in bfloat16 on 12 prompts at temperature 0: runs/mine/tuning.json"
+    assert page.all("p", class_="note").count(told) == 2
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"passed": true}'])

@@ -86,7 +86,8 @@ def test_a_sibling_drafts_the_targets_own_text(
     assert_one_line(call(*generate, *both), ["--head and --sibling", "give one"])
     result = json.loads(call(*evaluate, *both, "--identity", 1, "--json").out)
     records = result["cells"][0]["records"]
-    assert list(records) == ["plain", "lookup", "head", "sibling", "merged"]
+    merged = ["merged head", "merged sibling"]
+    assert list(records) == ["plain", "lookup", "head", "sibling", *merged]
     assert all(r["identical"]["equal"] == 1 for n, r in records.items() if n != "plain")
 
 
@@ -127,6 +128,6 @@ def test_heads_are_named_and_a_grid_is_shown_cell_by_cell(
     done = call(*told, *heads, *grid, "--prompts", prompts)
     assert done.code == 0, done.err
     rows = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
-    assert rows == ["plain", "lookup", "one", "two", "merged"] * 2
+    assert rows == ["plain", "lookup", "one", "two", "merged one", "merged two"] * 2
     assert all(f"temperature 0, batch {batch}" in done.out for batch in (1, 2))
     assert done.err.count("failed: prompt 'endless', turn 1: prompt of") == 1

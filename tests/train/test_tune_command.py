@@ -66,6 +66,31 @@ def test_what_cannot_be_tuned_is_one_line(
     assert_one_line(call("tune", *arguments, "--target", target_folder), [said])
 
 
+def test_prompts_that_do_not_fit_are_left_out_and_one_decoding_has_no_interval(
+    head: Path, target_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    with prompts.open("a") as file:
+        file.write(json.dumps({"id": "endless", "turns": ["word " * 400]}) + "\n")
+    asked = ["tune", "--head", head, "--target", target_folder, "--dtype", "float32"]
+    asked += ["--prompts", prompts, "--batch", 2, "--repeats", 1]
+    out = tmp_path / "mine.json"
+    done = call(*asked, "--limit", 2, "--max-new-tokens", 4, "--out", out)
+    assert done.code == 0, done.err
+    assert "left out: 1 of the prompts (prompt 'endless': prompt of" in done.err
+    assert read(out).prompts == 2, "the next ones stand in"
+    assert "–" not in done.out
+    assert done.out.startswith("batch 2: off")
+    for gains in read(out).gains.values():
+        assert all(ends == [None, None] for _, *ends in gains.values())
+    done = call(*asked, "--max-new-tokens", 300)
+    assert_one_line(done, ["no prompt can be tuned on: prompt 'endless'", "context of 256"])
+    before = (head / "config.json").read_bytes()
+    done = call(*asked, "--out", head / "config.json")
+    assert_one_line(done, ["config.json: is there and no tuning; name another file"])
+    assert (head / "config.json").read_bytes() == before
+
+
 def test_a_clock_that_is_none_is_one_line(
     head: Path, target_folder: Path, tmp_path: Path, call: Call
 ) -> None:
