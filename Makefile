@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: help setup demo test test-engines test-matrix test-kill lint format typecheck bench bench-engines bench-heads engine-vllm clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
 setup: $(VENV)/.installed  ## make .venv with everything for development
 

@@ -5,6 +5,7 @@ Whether an engine loads a head, and how it is launched, is what `layouts` says.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from drafthead.heads.base import DraftHead
@@ -48,5 +49,5 @@ def _engine(format: str, head: DraftHead, folder: str, target: str, served: str)
     asked = f"--head {folder} --target {target} --format {format}{flag} --out {out}"
     use = next(u for u in uses_of(layout, head, out) if u.consumer.startswith(name))
     # The contract may know the target by the name of a folder alone.
-    command = use.command.replace(f" {head.contract.target} ", f" {served} ", 1)
+    command = use.command.replace(f" {shlex.quote(head.contract.target)} ", f" {served} ", 1)
     return Engine(use.consumer, f"drafthead export {asked}", command)

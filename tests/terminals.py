@@ -53,6 +53,15 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    def press_ctrl_c(self) -> None:
+        """As a person does, a moment after what is on the screen.
+
+        Pressed within microseconds of other keys it takes them out of the terminal's queue, and a
+        line editor that was just told of them waits for more.
+        """
+        time.sleep(0.3)
+        self.type("\x03")
+
     def until(self, pattern: str, seconds: float = 240.0) -> str:
         """What is shown from now on, up to the end of the pattern."""
         seen, end = "", time.monotonic() + seconds

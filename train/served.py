@@ -118,7 +118,7 @@ def _as_json(found: Agreement, depth: int) -> dict[str, Any]:
         "simulated_tau": found.simulated_tau,
         "agrees": found.agrees,
         "difference": found.difference,
-        "interval": found.interval,
+        "interval": list(found.interval) if found.interval else None,
         "prompts": found.prompts,
         "new_tokens": TOKENS,
         "tree": f"chain:{depth}",

@@ -182,23 +182,27 @@ def _mean_and_deviation(values: Sequence[float]) -> str:
 
 def plot(records: Sequence[Record], path: Path) -> Path:
     """Held-out simulated tau of each full run against what was spent on it, as one PNG."""
-    from matplotlib.figure import Figure  # imported here: it costs a second
+    from matplotlib import colormaps  # imported here: it costs a second
+    from matplotlib.figure import Figure
 
     spent: dict[str, Callable[[Record, Record], float]] = {
-        "positions": lambda run, point: point["positions"],
+        "thousand positions": lambda run, point: point["positions"] / 1000,
         "TFLOP of training": lambda run, point: 1000 * petaflop(run, point["positions"]),
         "CPU minutes of training": lambda run, point: point["training_cpu_seconds"] / 60,
     }
     runs = _runs({record["name"]: record for record in records}, "run")
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    colours = dict(zip(runs, colormaps["tab20"].colors, strict=False))
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
     for axes, (title, of) in zip(figure.subplots(1, len(spent)), spent.items(), strict=True):
         for name, run in runs.items():
             taus = [point["simulated_tau"] for point in run["curve"]]
-            axes.plot([of(run, p) for p in run["curve"]], taus, marker="o", ms=3, label=name)
+            dashes = "--" if "-" in name else "-"  # a variant
+            style = {"color": colours.get(name), "ls": dashes, "marker": "o", "ms": 3}
+            axes.plot([of(run, p) for p in run["curve"]], taus, label=name, **style)
         axes.set_xlabel(title)
         axes.set_ylabel("held-out simulated tau, 4 drafts")
         axes.grid(alpha=0.3)
     if runs:
-        axes.legend(fontsize="small")
+        figure.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside right")
     figure.savefig(path, dpi=120)
     return path

@@ -217,6 +217,8 @@ def interrupted(command: Sequence[object], ready: Callable[[subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Also where the tests themselves were started with Ctrl-C ignored, as in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         end = time.monotonic() + 120
