@@ -281,7 +281,6 @@ def _told(shipped: Shipped) -> dict[str, Any]:
         "dtype": shipped.dtype,
         "bytes": shipped.size,
         "tensors_equal": shipped.tensors,
-        "logits_equal": True,
         "prompts": shipped.prompts,
         "tau_before": tau and tau[0],
         "tau_after": tau and tau[1],

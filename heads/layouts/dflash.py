@@ -12,7 +12,8 @@ order, and these engines draft greedily.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,17 +41,16 @@ OFF = ("anchor_predicts", "markov_rank", "confidence")
 """Settings of a block head that a DFlash head has not."""
 
 
+@dataclass(frozen=True)
 class DFlashLayout:
     """A block of an anchor and masks."""
 
-    kind = "block"
-
-    def __init__(
-        self, name: str, formats: tuple[str, ...], consumers: tuple[str, ...], portable: bool
-    ) -> None:
-        """`portable`: for every engine, or for vLLM alone."""
-        self.name, self.formats, self.consumers = name, formats, consumers
-        self._portable = portable
+    kind: ClassVar = "block"
+    name: str
+    formats: tuple[str, ...]
+    consumers: tuple[str, ...]
+    portable: bool
+    """For every engine, or for vLLM alone."""
 
     def refusals(self, head: DraftHead) -> list[str]:
         assert isinstance(head, BlockHead)
@@ -58,7 +58,7 @@ class DFlashLayout:
         on = [text for text, name in zip(on, OFF, strict=True) if getattr(head.settings, name)]
         if on:
             return [f"no DFlash head: {', '.join(on)}"]
-        return common_refusals(head) + (portable_refusals(head) if self._portable else [])
+        return common_refusals(head) + (portable_refusals(head) if self.portable else [])
 
     def write(self, head: DraftHead, dtype: torch.dtype) -> Stored:
         assert isinstance(head, BlockHead)

@@ -11,7 +11,8 @@ temperatures of this library stand in the config (`confidence_temperatures`), wh
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,24 +32,23 @@ from drafthead.heads.layouts.recognise import says
 TEMPERATURES = "confidence_temperatures"
 
 
+@dataclass(frozen=True)
 class DSparkLayout:
     """See the module docstring."""
 
-    kind = "block"
-
-    def __init__(
-        self, name: str, formats: tuple[str, ...], consumers: tuple[str, ...], portable: bool
-    ) -> None:
-        """`portable`: for both engines, or for vLLM alone."""
-        self.name, self.formats, self.consumers = name, formats, consumers
-        self._portable = portable
+    kind: ClassVar = "block"
+    name: str
+    formats: tuple[str, ...]
+    consumers: tuple[str, ...]
+    portable: bool
+    """For both engines, or for vLLM alone."""
 
     def refusals(self, head: DraftHead) -> list[str]:
         assert isinstance(head, BlockHead)
         if not head.settings.markov_rank:
             return ["no DSpark head: head.markov_rank is 0"]
         found = common_refusals(head)
-        if self._portable:
+        if self.portable:
             found += portable_refusals(head)
             if not head.settings.anchor_predicts:
                 found.append(
