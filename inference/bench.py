@@ -75,7 +75,15 @@ class Bench:
         self.tokenizer = target.tokenizer
         rule = asked.settings.rule
         self.drafters = {
-            b: line_up(target, heads, shapes, batch=b, rule=rule, own=(own or {}).get(b))
+            b: line_up(
+                target,
+                heads,
+                shapes,
+                batch=b,
+                rule=rule,
+                own=(own or {}).get(b),
+                lookup=asked.lookup,
+            )
             for b in asked.batches
         }
         self.own = {
@@ -100,6 +108,7 @@ class Bench:
             "dtype": asked.dtype,
             "drafters": self.weights,
             "trees": {b: {n: str(s) for n, s in d.items()} for b, d in self.own.items()},
+            "lookup": asked.lookup,
             "prompts": hashlib.sha256(prompts).hexdigest(),
             "settings": asdict(asked.settings),
             "temperatures": list(dict.fromkeys(cell.temperature for cell in asked.cells)),

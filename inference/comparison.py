@@ -28,6 +28,8 @@ class Comparison:
     trees: tuple[str, ...] = ()
     """Heads and siblings draft with each; the first also serves in their merged drafters. Without
     any, each drafts what was tuned for it, else a chain (`grow.drafting`)."""
+    lookup: bool = True
+    """Whether prompt lookup drafts as well, alone and merged with each head."""
     limit: int | None = None
     """Most prompts, taken from the categories in turn."""
     identity: int = 4

@@ -16,7 +16,7 @@ import torch
 from drafthead.data.embedded import REFERENCE, reference_head
 from drafthead.heads import load_head
 from drafthead.heads.base import DraftHead
-from drafthead.heads.hub import fetched
+from drafthead.heads.hub import HUB, fetched
 from drafthead.inference.drafters import Drafter, LookupDrafter, MergedDrafter
 from drafthead.inference.grow import check_rule_of, drafting
 from drafthead.inference.sibling import load_sibling
@@ -34,8 +34,8 @@ TAKEN = ("plain", "lookup", MERGED)
 def named(given: Sequence[str], alone: str) -> dict[str, str]:
     """Folders by name: each is `NAME=FOLDER`, or a folder; a single one without a name is `alone`.
 
-    Several are called as their folders are, `runs/mine/head` as `mine`. ValueError for a name that
-    is there twice.
+    Several are called as their folders are, `runs/mine/head` as `mine`, `hub:ORG/NAME` as `NAME`.
+    ValueError for a name that is there twice.
     """
     pairs = [_name_of(text) for text in given]
     if len(pairs) == 1 and not pairs[0][0]:
@@ -53,6 +53,8 @@ def _name_of(text: str) -> tuple[str, str]:
 
 
 def _own_name(folder: str) -> str:
+    if folder.startswith(HUB):
+        return folder.partition("/")[2]
     path = Path(folder)
     resolved = path.resolve() if path.is_dir() else path
     return resolved.parent.name if resolved.name == "head" else resolved.name
@@ -89,7 +91,7 @@ def opened(folder: Path, dtype: str) -> DraftHead:
 
 def head_folder(folder: Path) -> Path:
     """The folder that a head's name stands for."""
-    if str(folder).startswith("hub:"):
+    if str(folder).startswith(HUB):
         return fetched(str(folder))
     if str(folder) == REFERENCE and not folder.exists():
         return reference_head()
@@ -131,19 +133,23 @@ def line_up(
     batch: int = 1,
     rule: str = "coupled",
     own: Mapping[str, TreeShape] | None = None,
+    lookup: bool = True,
 ) -> dict[str, Drafter]:
     """A report's drafters, apart, so that none is credited with another's gain.
 
     Prompt lookup, every head with every shape, and for each head the lookup merged with it: with
     its first shape, as `merged` where it is the only head, else as `merged NAME`. Without shapes
-    each head has its `own`, else what was tuned for it (`grow.drafting`).
+    each head has its `own`, else what was tuned for it (`grow.drafting`). Without `lookup` there
+    are only the heads.
     """
-    table: dict[str, Drafter] = {"lookup": LookupDrafter(LOOKUP, longest=3, shortest=2)}
+    table: dict[str, Drafter] = {}
+    if lookup:
+        table["lookup"] = LookupDrafter(LOOKUP, longest=3, shortest=2)
     for who, head in heads.items():
         drafted: Sequence[TreeShape | None] = shapes or [(own or {}).get(who)]
         for name, shape in zip(names_of(who, shapes), drafted, strict=True):
             table[name] = drafting(head, shape, target, batch, rule)
-    for who in heads:
+    for who in heads if lookup else ():
         first = table[names_of(who, shapes)[0]]  # never both at once, so they may be one
         merged = MergedDrafter(LookupDrafter(LOOKUP, longest=3, shortest=1), first)
         table[MERGED if len(heads) == 1 else f"{MERGED} {who}"] = merged

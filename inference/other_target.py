@@ -35,8 +35,8 @@ Kind = Literal["model", "adapter", "int8"]
 
 
 def kind_of(other: str) -> Kind:
-    """What `other` names: `int8`, a folder with a PEFT adapter, or a model."""
-    if other == INT8 and not Path(other).exists():
+    """What `other` names: int8 (./int8 is a folder), a folder with a PEFT adapter, or a model."""
+    if other == INT8:
         return "int8"
     return "adapter" if (Path(other) / "adapter_config.json").is_file() else "model"
 

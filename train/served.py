@@ -89,7 +89,9 @@ def _checked(config: RunConfig, engine: Engine, parts: Assembly, head: Path) -> 
     drafter = HeadDrafter(served, Shape(depth, 1, depth))
     decoded = _decode(target, [theirs for _, theirs in asked], drafter)
     texts = _texts(target, asked, decoded)
-    source = target if parts.target is None else parts.target
+    # A target in parts answers only where all ranks ask it.
+    parted = isinstance(parts.target, PartitionedTarget)
+    source = target if parted or parts.target is None else parts.target
     simulated = [_simulated(parts, source, *text, depth) for text in texts]
     if not any(row.rounds for row in decoded):
         raise UncheckedError("every answer ended with its first token")
@@ -141,19 +143,17 @@ def _refused(why: str) -> dict[str, Any]:
 def _target(config: RunConfig, engine: Engine, parts: Assembly) -> Target:
     """The target that is loaded, or one loaded anew from its folder."""
     live = parts.target
-    if isinstance(live, PartitionedTarget):
-        raise UncheckedError("the target is held in parts over the ranks")
-    if live is not None and not config.head.adapts:
+    if live is not None and not isinstance(live, PartitionedTarget) and not config.head.adapts:
         return live
-    # The live one carries what the head in memory changes in it.
+    # The live one is in parts, or carries what the head in memory changes in it.
     name = default_target() if config.target.name == EMBEDDED else Path(config.target.name)
     if not name.is_dir():
-        raise UncheckedError(f"the target is not loaded, and {config.target.name!r} is no folder")
+        raise UncheckedError(f"no whole target is here, and {config.target.name!r} is no folder")
     files = sum(file.stat().st_size for file in name.glob("*.safetensors"))
     if not files:
-        raise UncheckedError(f"the target is not loaded, and {name} holds no weights")
+        raise UncheckedError(f"no whole target is here, and {name} holds no weights")
     if ROOM * files > _room(engine.device):
-        raise UncheckedError("the target is not loaded, and may be too large to be")
+        raise UncheckedError("no whole target is here, and one may not fit")
     target = load_target(name, target_dtype(config.target, engine), config.target.revision)
     target.model.requires_grad_(False)
     target.model.to(engine.device)

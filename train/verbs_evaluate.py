@@ -89,6 +89,9 @@ def evaluate(
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
     tree: Trees = None,
+    lookup: Annotated[
+        bool, typer.Option(help="Also prompt lookup, alone and merged with each head.")
+    ] = True,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Most prompts, of all categories.")
     ] = None,
@@ -110,7 +113,8 @@ def evaluate(
 ) -> None:
     """Measure what drafting gains: tau, tokens a round of the target, and speed against plain.
 
-    Rows: lookup, each head and sibling, and lookup merged with each. --out keeps all, with a page.
+    Rows: lookup, each head and sibling, and lookup merged with each; --no-lookup leaves only heads.
+    --out keeps all, with a page.
 
     Example: drafthead evaluate --head runs/mine/head --batch 1 --batch 4 --limit 30 --out runs/eval
     """
@@ -127,6 +131,7 @@ def evaluate(
         sibling=named(sibling or [], "sibling"),
         prompts=tuple(prompts or ["samples/test"]),
         trees=tuple(tree or []),
+        lookup=lookup,
         limit=limit,
         identity=identity,
         settings=Settings(max_new_tokens, temperatures[0], top_k, top_p, seed, rule, lossy),
@@ -156,6 +161,8 @@ def _tell_without_effect(asked: Comparison) -> None:
     """Say which options have nothing to act on."""
     tell_idle(asked.settings, max(asked.temperatures))
     if not asked.heads and not asked.siblings:
+        if not asked.lookup:
+            raise ValueError("nothing drafts: give --head or --sibling, or leave --no-lookup out")
         idle = "; --tree has no effect" if asked.trees else ""
         say(f"no --head and no --sibling: only prompt lookup drafts{idle}")
 

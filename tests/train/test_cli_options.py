@@ -89,6 +89,11 @@ def test_a_sibling_drafts_the_targets_own_text(
     merged = ["merged head", "merged sibling"]
     assert list(records) == ["plain", "lookup", "head", "sibling", *merged]
     assert all(r["identical"]["equal"] == 1 for n, r in records.items() if n != "plain")
+    bare = json.loads(call(*evaluate, *both, "--no-lookup", "--identity", 1, "--json").out)
+    (alone,) = (cell["records"] for cell in bare["cells"])
+    assert list(alone) == ["plain", "head", "sibling"]
+    assert alone["head"]["tau"] == records["head"]["tau"]
+    assert_one_line(call(*evaluate, "--no-lookup"), ["nothing drafts", "--head or --sibling"])
 
 
 def test_template_arguments_are_read_one_by_one_or_together() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from command import Call
 from drafts import own_greedy
+from launch import TORCHRUN, ZERO2, ZERO3, train
 from tiny_runs import LAYERS, MakeConfig, three_layers
 
 from drafthead.inference.target import Target
@@ -138,10 +139,30 @@ def test_from_a_store_the_target_is_loaded_for_the_check_or_it_is_left_out(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drafthead.train.served._room", lambda device: 1000)
         result = run(config)
-    assert result.agreement == {"left_out": "the target is not loaded, and may be too large to be"}
+    assert result.agreement == {"left_out": "no whole target is here, and one may not fit"}
     table = run_table(config.out)
     assert table is not None
     assert any(line.startswith("not checked as served") for line in table.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "partition"),
+    [(TORCHRUN, False), (ZERO2, False), (ZERO3, True)],
+    ids=["torchrun", "zero2", "zero3 in parts"],
+)
+def test_two_processes_serve_what_they_trained(
+    short: Callable[..., RunConfig], tmp_path: Path, launcher: list[str], partition: bool
+) -> None:
+    """Rank 0 alone serves, with a whole target and a whole head."""
+    if launcher is not TORCHRUN:
+        pytest.importorskip("deepspeed")
+    config = short(training={"partition_target": partition})
+    train(launcher, config, tmp_path)
+    found = json.loads((config.out / "result.json").read_text())["agreement"]
+    assert found["agrees"], found
+    assert found["decoded_tau"] > 1.5
+    assert found["decoded_tau"] == pytest.approx(found["simulated_tau"], rel=0.03)
 
 
 def test_without_the_setting_nothing_is_checked(short: Callable[..., RunConfig]) -> None:
