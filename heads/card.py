@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from drafthead.heads import card_tables as tables
-from drafthead.heads import card_text as text
 from drafthead.heads.base import DraftHead
 from drafthead.heads.card_engines import engines
 from drafthead.heads.card_measured import (
     Certificate,
     Evaluation,
-    Tuned,
     certificate_of,
     clean,
     evaluation_of,
@@ -48,10 +46,11 @@ from drafthead.heads.card_origin import (
     licence_for,
     licence_of,
     method_of,
+    papers_of,
 )
-from drafthead.heads.card_run import RunFacts, shown_name
+from drafthead.heads.card_run import RunFacts, machine, shown_name
 from drafthead.heads.card_tables import Measured
-from drafthead.heads.contract import COMPARED, OPTIONAL, fingerprint
+from drafthead.heads.contract import COMPARED, LAST, OPTIONAL, fingerprint
 from drafthead.heads.load import load_head
 from drafthead.heads.published import TUNING
 
@@ -94,9 +93,9 @@ def card(
     head = load_head(folder)
     found = _measured(head, evaluation, name) if evaluation is not None else None
     certified = _certified(head, certificate) if certificate is not None else None
-    if run is not None and run.used.head.type != head.settings.type:
+    if run is not None and run.used.head != head.settings.type:
         raise ValueError(
-            f"the run trained a head of type {run.used.head.type!r}, {folder} holds one of type "
+            f"the run trained a head of type {run.used.head!r}, {folder} holds one of type "
             f"{head.settings.type!r}: give the run that left it"
         )
     tuned = read_tuning(folder)
@@ -108,8 +107,16 @@ def card(
     terms = licence_for(head.contract, base, licence, target)
     title = hub_id(repo, "repository").split("/")[1] if repo else _slug(head)
     data = _metadata(head, title, base, terms, run, found)
-    body = _body(head, tuned, title, repo, base, terms, run, found, certified)
-    return f"---\n{data.to_yaml(original_order=ORDER)}\n---\n\n{body}"
+    facts = _facts(head, title, base) | {
+        "repo": repo,
+        "run": run,
+        "measured": found,
+        "tuned": tuned,
+        "certificate": certified,
+        "licence": terms,
+        "papers": papers_of(head.settings, run),
+    }
+    return f"---\n{data.to_yaml(original_order=ORDER)}\n---\n\n{_rendered(facts)}"
 
 
 # What belongs to this head
@@ -149,11 +156,11 @@ def _is_of(head: DraftHead, found: Evaluation, name: str) -> bool:
 
 def _certified(head: DraftHead, certificate: Mapping[str, Any]) -> Certificate:
     found, contract = certificate_of(certificate), head.contract
-    same_target = found.target.name.split(" as adapted")[0] == contract.target
-    same_weights = found.head.fingerprint in (None, fingerprint(head))
-    if not (found.head.type == head.settings.type and same_target and same_weights):
+    same_target = found.target.split(" as adapted")[0] == contract.target
+    same_weights = found.fingerprint in (None, fingerprint(head))
+    if not (found.type == head.settings.type and same_target and same_weights):
         raise ValueError(
-            f"the certificate is of another head ({found.head.type}, for {found.target.name!r}) "
+            f"the certificate is of another head ({found.type}, for {found.target!r}) "
             f"than this one ({head.settings.type}, for {contract.target!r}): certify this one"
         )
     return found
@@ -182,7 +189,7 @@ def _metadata(
         license=licence.id,
         license_name=licence.name,
         license_link=licence.link,
-        language=(tables.languages(found) if found is not None else None) or None,
+        language=(found.languages if found is not None else None) or None,
         tags=tags,
         datasets=datasets or None,
         model_name=title if results else None,
@@ -194,27 +201,25 @@ def _results(found: Measured) -> list[EvalResult]:
     """Tau and speed-up of the head's fastest shape at each temperature and batch."""
     results = []
     for place in found.evaluation.cells:
-        best = found.best(place)
-        if best is None:
+        if (best := found.best(place)) is None:
             continue
         name, record = best
-        figures = {
-            "tau": ("tokens a pass of the target", record.tau, record.tau_interval),
-            "speedup": ("times plain decoding", record.speedup, record.speedup_interval),
-        }
-        for kind, (what, value, interval) in figures.items():
-            ends = [None if end is None else round(end, 3) for end in interval or ()]
+        for kind, what, value, interval in (
+            ("tau", "tokens a pass of the target", record.tau, record.tau_interval),
+            ("speedup", "times plain decoding", record.speedup, record.speedup_interval),
+        ):
+            ends = [round(end, 3) for end in interval or () if end is not None]
             results.append(
                 EvalResult(
                     task_type="text-generation",
                     dataset_type="custom",
                     dataset_name=tables.listed([*map(clean, found.evaluation.files)]),
                     # The Hub tells results apart by task, data set and this.
-                    dataset_config=f"temperature {place.temperature:g}, batch {place.batch}",
+                    dataset_config=str(place),
                     metric_type=kind,
-                    metric_name=f"{kind}, {what} ({tables.called(found, name)})",
+                    metric_name=f"{kind}, {what} ({found.called(name)})",
                     metric_value=round(value or 0.0, 3),
-                    metric_args={"interval_95": ends} if None not in ends and ends else None,
+                    metric_args={"interval_95": ends} if len(ends) == 2 else None,
                 )
             )
     return results
@@ -223,63 +228,47 @@ def _results(found: Measured) -> list[EvalResult]:
 # Text
 
 
-def _body(
-    head: DraftHead,
-    tuned: Tuned | None,
-    title: str,
-    repo: str | None,
-    base: str | None,
-    licence: Licence,
-    run: RunFacts | None,
-    found: Measured | None,
-    certified: Certificate | None,
-) -> str:
-    contract, method = head.contract, method_of(head.settings)
-    known = KNOWN.get(contract.fingerprint or "")
-    shown = base or contract.target
-    target = known.option if known else _shell(shown)
-    checking = f"drafthead certify --head {title} --target {target} --out DIR"
-    first = text.about(head, method, title, f"`{clean(shown)}`", run is not None)
-    gain = text.headline(found) if found is not None else None
-    arguments = contract.template_kwargs
+def _facts(head: DraftHead, title: str, base: str | None) -> dict[str, Any]:
+    """What the template asks of the head itself."""
+    contract = head.contract
+    known, target = KNOWN.get(contract.fingerprint or ""), base or contract.target
+    option, served = (known.option, known.folder) if known else (_shell(target), _shell(target))
+    return {
+        "title": title,
+        "head": head,
+        "contract": contract,
+        "method": method_of(head.settings),
+        "weights": sum(p.numel() for p in head.parameters()),
+        "dtype": str(head.dtype).removeprefix("torch."),
+        "inner": [str(layer) for layer in contract.layers if layer != LAST],
+        "last": LAST in contract.layers,
+        "base": base,
+        "target": target,
+        "known": known,
+        "option": option,
+        "engines": engines(head, title, option, served),
+    }
+
+
+def _rendered(facts: Mapping[str, Any]) -> str:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"cell": _cell, "line": clean}
+    environment.filters |= {
+        "cell": _cell,
+        "coded": lambda names: tables.listed([f"`{clean(name)}`" for name in names]),
+        "counted": tables.counted,
+        "grouped": "{:,}".format,
+        "large": tables.large,
+        "line": clean,
+        "listed": tables.listed,
+        "machine": machine,
+        "number": tables.number,
+        "shown": shown_name,
+        "yaml": _yaml,
+    }
+    package = {"version": version("drafthead"), "python": metadata("drafthead")["Requires-Python"]}
+    made = {"speeds": tables.speeds, "details": tables.details}
     template = (files("drafthead.heads") / "card.md.j2").read_text(encoding="utf-8")
-    rendered = environment.from_string(template).render(
-        title=title,
-        about="\n\n".join(filter(None, (first, gain))),
-        repo=repo,
-        folder=title,
-        target=target,
-        target_lines=text.target_lines(head, base),
-        contract=text.contract(head),
-        data=text.data(run),
-        training=text.training(run),
-        settings=_yaml(run.settings) if run is not None else "",
-        measured=None
-        if found is None
-        else {
-            "lines": text.measured(found),
-            "speeds": tables.speeds(found),
-            "legend": text.LEGEND,
-            "details": tables.details(found),
-        },
-        tuned=text.tuned(tuned),
-        lossless=text.lossless(head, certified, found, checking),
-        checks=text.checks(certified) if certified else None,
-        known=known,
-        loaded=repr(shown),
-        revision=f", revision={contract.revision!r}" if contract.revision else "",
-        dtype=contract.dtype,
-        head_place=f'fetched("hub:{repo}")' if repo else f'"{title}"',
-        template_arguments=f",\n    **{arguments!r}" if arguments else "",
-        model_type=head.config.model_type,
-        engines=engines(head, title, target, known.folder if known else _shell(shown)),
-        version=version("drafthead"),
-        limitations=text.limitations(head, run, found),
-        licence=text.licence(licence, base is not None),
-        citation=text.citation(method, run),
-    )
+    rendered = environment.from_string(template).render(**facts, **package, **made)
     return re.sub(r"\n{3,}", "\n\n", rendered).strip() + "\n"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from drafthead.heads.published import CERTIFICATE, EVALUATION, TUNING
 
@@ -64,6 +64,12 @@ class Record(_Read):
     identical: Same | None = None
     agreement: Same | None = None
 
+    @property
+    def unsure(self) -> bool:
+        """Whether its interval reaches down to plain decoding's speed."""
+        low = self.speedup_interval[0] if self.speedup_interval else None
+        return low is not None and low <= 1
+
 
 class Place(_Read):
     """All drafters at one temperature and batch."""
@@ -71,6 +77,9 @@ class Place(_Read):
     temperature: Positive
     batch: int
     records: dict[str, Record]
+
+    def __str__(self) -> str:
+        return f"temperature {self.temperature:g}, batch {self.batch}"
 
 
 class Drafter(_Read):
@@ -81,17 +90,6 @@ class Drafter(_Read):
     contract: dict[str, Any]
     fingerprint: str | None = None
     """Of its weights, where the evaluation says so."""
-
-
-class TargetSeen(_Read):
-    name: str
-    dtype: str
-
-
-class SettingsSeen(_Read):
-    rule: str
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 class Agreement(_Read):
@@ -105,13 +103,15 @@ class Agreement(_Read):
 class Evaluation(_Read):
     """`evaluation.json` as `drafthead evaluate` writes it."""
 
-    target: TargetSeen
+    dtype: str = Field(validation_alias=AliasPath("target", "dtype"))
     heads: dict[str, Drafter]
     prompts: int
     turns: int
     files: tuple[str, ...]
     new_tokens: int
-    settings: SettingsSeen
+    rule: str = Field(validation_alias=AliasPath("settings", "rule"))
+    top_p: float = Field(1.0, validation_alias=AliasPath("settings", "top_p"))
+    top_k: int = Field(0, validation_alias=AliasPath("settings", "top_k"))
     trees: tuple[str, ...] = ()
     repeats: int = 1
     failed: tuple[dict[str, Any], ...] = ()
@@ -129,29 +129,17 @@ class Check(_Read):
     figure: str | float
 
 
-class CertifiedHead(_Read):
-    type: str
-    fingerprint: str | None = None
-    """Of its weights, where the certificate says so."""
-
-
-class CertifiedTarget(_Read):
-    name: str
-
-
-class Dtypes(_Read):
-    exact: str
-    serving: str
-
-
 class Certificate(_Read):
     """`certificate.json` as `drafthead certify` writes it."""
 
     passed: bool
     checks: Annotated[tuple[Check, ...], Field(min_length=1)]
-    target: CertifiedTarget
-    head: CertifiedHead
-    dtypes: Dtypes
+    target: str = Field(validation_alias=AliasPath("target", "name"))
+    type: str = Field(validation_alias=AliasPath("head", "type"))
+    fingerprint: str | None = Field(None, validation_alias=AliasPath("head", "fingerprint"))
+    """Of the head's weights, where the certificate says so."""
+    exact: str = Field(validation_alias=AliasPath("dtypes", "exact"))
+    serving: str = Field(validation_alias=AliasPath("dtypes", "serving"))
     rules: tuple[str, ...]
     versions: dict[str, str] = {}
 
@@ -193,40 +181,46 @@ def certificate_of(found: Mapping[str, Any], where: str = "the certificate") -> 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
     """Read evaluation.json, or the one in a folder; ValueError where it is none."""
-    found, where = _read(path, EVALUATION)
-    evaluation_of(found, where)
+    file = _file(path, EVALUATION)
+    found = json_of(file)
+    evaluation_of(found, str(file))
     return found
 
 
 def read_certificate(path: Path) -> dict[str, Any]:
     """Read certificate.json, or the one in a folder; ValueError where it is none."""
-    found, where = _read(path, CERTIFICATE)
-    certificate_of(found, where)
+    file = _file(path, CERTIFICATE)
+    found = json_of(file)
+    certificate_of(found, str(file))
     return found
 
 
 def read_tuning(folder: Path) -> Tuned | None:
     """What was tuned beside a head; None where nothing was, ValueError where it is damaged."""
-    if not (folder / TUNING).exists():
-        return None
-    found, where = _read(folder, TUNING)
-    return _checked(Tuned, found, where, "drafthead tune")
+    file = folder / TUNING
+    return _checked(Tuned, json_of(file), str(file), "drafthead tune") if file.exists() else None
 
 
-def _read(path: Path, name: str) -> tuple[dict[str, Any], str]:
+def _file(path: Path, name: str) -> Path:
     file = path / name if path.is_dir() else path
+    if not file.exists():
+        raise ValueError(f"{file}: not there; give {name} or the folder that holds it")
+    return file
+
+
+def json_of(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; ValueError in one line."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=no_number)
-    except FileNotFoundError:
-        raise ValueError(f"{file}: not there; give {name} or the folder that holds it") from None
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{file}: cannot be read as JSON ({error})") from None
+        again = "make it again, or move it away"
+        raise ValueError(f"{file}: cannot be read as JSON ({error}); {again}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: is no JSON object, so it is no {name}")
-    return found, str(file)
+        raise ValueError(f"{file}: is no JSON object; make it again, or move it away")
+    return found
 
 
-def no_number(name: str) -> None:
+def _no_number(name: str) -> None:
     """Refuse NaN and the infinities, which are no JSON: no other reader takes the file."""
     raise ValueError(f"it holds {name}, which is no figure")
 
@@ -256,10 +250,13 @@ def _checked(kind: type[Kind], found: Mapping[str, Any], where: str, command: st
     try:
         # As JSON: there a list stands for a tuple, and text never for a number.
         return kind.model_validate_json(json.dumps(_cleaned(found)))
-    except (ValidationError, ValueError, TypeError) as error:
-        told = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "as a whole"
-            told = f"{place}: {first['msg']}"
-        raise ValueError(f"{where}: {told}; make it again with `{command}`") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {told(error)}; make it again with `{command}`") from None
+
+
+def told(error: Exception) -> str:
+    """What is wrong, in one line: of a model's mistakes the first, with its place."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'as a whole'}: {first['msg']}"
+    return " ".join(str(error).split())

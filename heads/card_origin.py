@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from drafthead.heads.base import HeadSettings
+from drafthead.heads.card_run import RunFacts
 from drafthead.heads.contract import Contract
 from drafthead.heads.published import CARD
 
@@ -31,7 +32,7 @@ class Method:
     papers: tuple[str, ...] = ()
     """arXiv ids."""
     tag: str = ""
-    """As a word of a repository's name."""
+    """Its key in `METHODS`: a word of a repository's name."""
 
 
 METHODS = {
@@ -47,7 +48,7 @@ METHODS = {
     "hydra": Method(
         "Hydra", "an MLP for each depth that also reads what was drafted above it", ("2402.05109",)
     ),
-    "hydra++": Method(
+    "hydrapp": Method(
         "Hydra++",
         "an MLP for each depth that also reads what was drafted above it, below a layer over the "
         "context",
@@ -83,12 +84,21 @@ def method_of(settings: HeadSettings) -> Method:
     if kind == "eagle" and settings.unroll_steps > 1:
         kind = "hass"
     if kind == "hydra" and values["prefix_attention"]:
-        kind = "hydra++"
+        kind = "hydrapp"
     plain = ("anchor_predicts", "markov_rank", "confidence")
     if kind == "block" and not any(values[name] for name in plain):
         kind = "dflash"
-    found = METHODS.get(kind, Method(settings.type, "a draft head of its own kind"))
-    return replace(found, tag=kind.replace("+", "p"))
+    return replace(METHODS.get(kind, Method(kind, "a draft head of its own kind")), tag=kind)
+
+
+def papers_of(settings: HeadSettings, run: RunFacts | None) -> list[str]:
+    """Links to the papers of the method, and of what else the run used."""
+    papers = list(method_of(settings).papers)
+    if run is not None and run.used.loss == "lk":
+        papers.append("2602.23881")
+    if run is not None and run.used.weights == "dpace":
+        papers.append("2605.18810")
+    return [f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in papers]
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field
+
+from drafthead.heads.card_measured import clean, json_of, told
 
 CONFIG, RESULT, CIRCUMSTANCES = "config.yaml", "result.json", "run.json"
 
@@ -22,39 +24,28 @@ class _Read(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class DataUsed(_Read):
-    train: tuple[str, ...]
-    heldout: tuple[str, ...] = ()
-    max_length: int
-    positions: int | None = None
-
-
-class HeadUsed(_Read):
-    type: str
-    unroll_steps: int
-
-
-class OptimiserUsed(_Read):
-    lr: float
-
-
-class ScheduleUsed(_Read):
-    kind: str
-
-
-class TrainingUsed(_Read):
-    loss: str = "soft_ce"
-    position_weights: str = "decay"
-
-
 class Used(_Read):
     """Of a run's settings, those that a card has words for."""
 
-    data: DataUsed
-    head: HeadUsed
-    optimiser: OptimiserUsed
-    schedule: ScheduleUsed
-    training: TrainingUsed
+    train: tuple[str, ...] = Field(validation_alias=AliasPath("data", "train"))
+    heldout: tuple[str, ...] = Field((), validation_alias=AliasPath("data", "heldout"))
+    max_length: int = Field(validation_alias=AliasPath("data", "max_length"))
+    positions: int | None = Field(None, validation_alias=AliasPath("data", "positions"))
+    head: str = Field(validation_alias=AliasPath("head", "type"))
+    unroll_steps: int = Field(validation_alias=AliasPath("head", "unroll_steps"))
+    lr: float = Field(validation_alias=AliasPath("optimiser", "lr"))
+    schedule: str = Field(validation_alias=AliasPath("schedule", "kind"))
+    loss: str = Field("soft_ce", validation_alias=AliasPath("training", "loss"))
+    weights: str = Field("decay", validation_alias=AliasPath("training", "position_weights"))
+
+
+class Served(_Read):
+    """How the check at a run's end came out, where it was made."""
+
+    decoded_tau: float | None = None
+    simulated_tau: float | None = None
+    agrees: bool | None = None
+    cause: str | None = None
 
 
 class Result(_Read):
@@ -65,15 +56,21 @@ class Result(_Read):
     seconds: float
     best_step: int | None = None
     simulated_tau: float | None = None
-    agreement: dict[str, Any] | None = None
+    agreement: Served | None = None
+
+    @property
+    def took(self) -> str:
+        minutes = self.seconds / 60
+        return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Training conversations, and how their answers were made where the rows say so."""
+    """Training conversations."""
 
     name: str
-    made: Mapping[str, Any] | None = None
+    answered: str | None = None
+    """By whom and how, in words, where the rows say so."""
 
     @property
     def dataset(self) -> str | None:
@@ -92,10 +89,10 @@ class RunFacts:
     settings: Mapping[str, Any]
     """All that the head depends on, by group."""
     sources: tuple[Source, ...]
-    result: Result | None = None
+    result: Result | None
     """None for a run that did not end."""
-    circumstances: Mapping[str, Any] = field(default_factory=dict)
-    """What run.json holds."""
+    hardware: str | None
+    """Where it ran, in words; None where the run has not written it down."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -105,15 +102,17 @@ class RunFacts:
             raise ValueError(f"{folder}: no {CONFIG}; give the folder of a training run (its out=)")
         try:
             config = yaml.safe_load(path.read_text(encoding="utf-8"))
-            used = Used.model_validate(config)
-        except (yaml.YAMLError, ValidationError, ValueError, OSError) as error:
-            raise ValueError(f"{path}: no settings of a training run ({_told(error)})") from None
+            used, settings = Used.model_validate(config), _settings(config)
+        except (yaml.YAMLError, ValueError, AttributeError, OSError) as error:
+            raise ValueError(f"{path}: no settings of a training run ({told(error)})") from None
+        ran = json_of(folder / CIRCUMSTANCES) if (folder / CIRCUMSTANCES).exists() else {}
+        found = ran.get("machine")
         return cls(
             used=used,
-            settings=_settings(config),
-            sources=tuple(Source(shown_name(name), _made(name)) for name in used.data.train),
+            settings=settings,
+            sources=tuple(Source(shown_name(name), _answered(name)) for name in used.train),
             result=_result(folder / RESULT),
-            circumstances=_json(folder / CIRCUMSTANCES),
+            hardware=machine(found) if isinstance(found, dict) else None,
         )
 
     @classmethod
@@ -122,12 +121,6 @@ class RunFacts:
         head = head.resolve()
         is_runs = head.name == "head" and (head.parent / CONFIG).is_file()
         return cls.read(head.parent) if is_runs else None
-
-    @property
-    def hardware(self) -> str | None:
-        """Where it ran, in words; None where the run has not written it down."""
-        found = self.circumstances.get("machine")
-        return machine(found) if isinstance(found, dict) else None
 
 
 def machine(found: Mapping[str, Any]) -> str:
@@ -155,10 +148,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The groups of settings, without where things lay, and files by name."""
     found: dict[str, Any] = {}
     for group in ("data", "head", "optimiser", "schedule", "training"):
-        values = dict(config.get(group) or {})
-        for name in LEFT_OUT.get(group, ()):
-            values.pop(name, None)
-        found[group] = {name: _without_paths(value) for name, value in values.items()}
+        values, left = config.get(group) or {}, LEFT_OUT.get(group, ())
+        found[group] = {n: _without_paths(v) for n, v in values.items() if n not in left}
     return found
 
 
@@ -172,7 +163,7 @@ def _without_paths(value: Any) -> Any:
     return value
 
 
-def _made(name: str) -> dict[str, Any] | None:
+def _answered(name: str) -> str | None:
     """How the first row of a file of conversations says it was answered; None if it does not."""
     path = Path(name)
     if not name.endswith((".jsonl", ".jsonl.gz")) or not path.is_file():
@@ -180,35 +171,20 @@ def _made(name: str) -> dict[str, Any] | None:
     reader = gzip.open if name.endswith(".gz") else open
     try:
         with reader(path, "rt", encoding="utf-8") as lines:
-            found = json.loads(next(lines))["made"]
-        return {**found, "target": shown_name(str(found["target"]))}
-    except (OSError, EOFError, ValueError, KeyError, TypeError, StopIteration):
+            made = json.loads(next(lines))["made"]
+        by = clean(shown_name(str(made["target"])))
+        keys = ("temperature", "top_p", "top_k", "seed", "dtype")
+        known = {key.replace("_", " "): made.get(key) for key in keys}
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
         return None
+    return f"{by} ({', '.join(f'{k} {clean(v)}' for k, v in known.items() if v is not None)})"
 
 
 def _result(path: Path) -> Result | None:
-    found = _json(path)
-    try:
-        return Result.model_validate(found) if found else None
-    except ValidationError as error:
-        raise ValueError(f"{path}: {_told(error)}; mend it, or move it away") from None
-
-
-def _told(error: Exception) -> str:
-    """What is wrong, in one line."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return " ".join(str(error).split())
-
-
-def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
-        return {}
+        return None
+    found = json_of(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return Result.model_validate(found)
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); mend it, or move it away") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: no JSON object; mend it, or move it away")
-    return found
+        raise ValueError(f"{path}: {told(error)}; mend it, or move it away") from None

@@ -1,4 +1,4 @@
-"""The tables and sentences of a card's figures. All of them are the evaluation's, rounded once.
+"""What an evaluation says of one head, in tables. All figures are the evaluation's, rounded once.
 
 A figure's interval has a column of its own, so that whoever reads a card by program finds numbers.
 """
@@ -72,14 +72,21 @@ class Measured:
             assert best is not None
             yield place, *best
 
+    def called(self, name: str) -> str:
+        """A drafter as readers of a card know it: this one is `head`, with its shape if several."""
+        if name in self.merged:
+            return "head and lookup merged"
+        if name in self.names:
+            return f"head{name.removeprefix(self.name)}"
+        return "prompt lookup alone" if name == LOOKUP else clean(name)
 
-def called(measured: Measured, name: str) -> str:
-    """A drafter as readers of a card know it: this head is `head`, with its shape where several."""
-    if name in measured.merged:
-        return "head and lookup merged"
-    if name in measured.names:
-        return f"head{name.removeprefix(measured.name)}"
-    return "prompt lookup alone" if name == LOOKUP else clean(name)
+    @property
+    def languages(self) -> list[str]:
+        """ISO 639-1 codes of what it was measured on: those of at least a tenth of the prompts."""
+        record = next((record for _, _, record in self.places()), None)
+        found = {} if record is None else {n: g.prompts for n, g in record.by_language.items() if g}
+        least = max(1, sum(found.values()) / 10)
+        return [n for n, count in found.items() if count >= least and re.fullmatch("[a-z]{2}", n)]
 
 
 def speeds(measured: Measured) -> Table:
@@ -89,7 +96,7 @@ def speeds(measured: Measured) -> Table:
     rows = []
     for place in measured.evaluation.cells:
         for name, r in measured.shown(place).items():
-            row = [f"{place.temperature:g}", str(place.batch), called(measured, name)]
+            row = [f"{place.temperature:g}", str(place.batch), measured.called(name)]
             drafted = r.tau is not None
             row += [number(r.tau) if drafted else "1.00", span(r.tau_interval)]
             row += [number(r.speedup), span(r.speedup_interval), number(r.cpu_speedup)]
@@ -129,38 +136,14 @@ def details(measured: Measured) -> list[tuple[str, Table]]:
     """Title and table of everything behind the speeds: depths, categories, languages."""
     found = []
     for place, name, record in measured.places():
-        where = f"temperature {place.temperature:g}, batch {place.batch}"
+        where = str(place)
         if len(measured.own(place)) > 1:
-            where += f", {called(measured, name)}"
+            where += f", {measured.called(name)}"
         found.append((f"By category ({where})", groups(record.by_category, "category")))
         if len(record.by_language) > 1:
             found.append((f"By language ({where})", groups(record.by_language, "language")))
         found.append((f"By depth ({where})", depths(record)))
     return [(title, table) for title, table in found if table.rows]
-
-
-def slower(measured: Measured) -> list[str]:
-    """Where the head was not faster than plain decoding, or not surely so, in words."""
-    told = []
-    for place in measured.evaluation.cells:
-        best = measured.best(place)
-        if best is None:
-            continue
-        speedup, low = best[1].speedup, (best[1].speedup_interval or (None, None))[0]
-        where = f"at temperature {place.temperature:g}, batch {place.batch}"
-        if speedup < 1:
-            told.append(f"{where} it made decoding slower ({number(speedup)} times plain)")
-        elif low is not None and low <= 1:
-            told.append(f"{where} the gain is not sure (its interval reaches {number(low)})")
-    return told
-
-
-def languages(measured: Measured) -> list[str]:
-    """ISO 639-1 codes of what it was measured on: those of at least a tenth of the prompts."""
-    record = next((record for _, _, record in measured.places()), None)
-    found = {} if record is None else {n: g.prompts for n, g in record.by_language.items() if g}
-    least = max(1, sum(found.values()) / 10)
-    return [n for n, count in found.items() if count >= least and re.fullmatch("[a-z]{2}", n)]
 
 
 def number(value: float | None, digits: int = 2) -> str:

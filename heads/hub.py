@@ -321,12 +321,15 @@ def _line(repo: str, error: BaseException) -> str:
     words = " ".join(str(error).split())
     if "xet-write-token" in words and "404" in words:  # a server of one's own, or a mirror
         return f"{repo}: {_host()} has no Xet storage, so set HF_HUB_DISABLE_XET=1; {AGAIN}"
-    if isinstance(error, HTTPError | InvalidURL | ConnectionError | EntryNotFoundError):
-        return (
-            f"{repo}: {_host()} cannot be reached ({words}); check the network and HF_ENDPOINT: "
-            f"{AGAIN}"
-        )
-    return f"{repo}: {words}"
+    if not isinstance(error, HTTPError | InvalidURL | ConnectionError | EntryNotFoundError):
+        return f"{repo}: {words}"
+    if constants.is_offline_mode():
+        return f"{repo}: not in the cache here, and HF_HUB_OFFLINE is set; unset it to fetch it"
+    # Without numbers, and without the advice that the client adds where nothing is in its cache.
+    why = re.sub(r"Got: \w+: |\[Errno -?\d+\] ", "", str(error).strip().partition("\n")[0])
+    return (
+        f"{repo}: {_host()} cannot be reached ({why}); check the network and HF_ENDPOINT: {AGAIN}"
+    )
 
 
 def _answered(repo: str, error: HfHubHTTPError) -> str:
@@ -337,7 +340,7 @@ def _answered(repo: str, error: HfHubHTTPError) -> str:
     if isinstance(error, GatedRepoError):
         return f"{repo}: gated; ask for access on its page, then log in with `hf auth login`"
     if isinstance(error, RevisionNotFoundError):
-        return f"{repo}: has no such revision; leave out --revision, or name a branch or commit"
+        return f"{repo}: has no such revision; name a branch, tag or commit of it, or none"
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         kind = _other_kind(repo)
         if kind is not None:

@@ -42,6 +42,7 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = None) -> DraftHead
     if model_type not in known:
         raise ValueError(
             f"{path}: model_type {model_type!r} is no head (known: {', '.join(sorted(known))}); "
+            "of a draft head in the format of an engine `drafthead import` makes one; "
             "a causal language model drafts as a sibling: give it with --sibling"
         )
     head_class, config_class = known[model_type]

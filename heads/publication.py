@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.heads.card import RunFacts, card, read_certificate, read_evaluation
-from drafthead.heads.card_measured import no_number
+from drafthead.heads.card_measured import json_of
 from drafthead.heads.load import WEIGHTS, load_head
 from drafthead.heads.published import (
     CARD,
@@ -48,7 +48,7 @@ def publication(
     in. Raises ValueError, one line, for a folder that is no sound head and records of another one.
     """
     load_head(folder)
-    if traces := list(places(_json(folder / CONFIG))):
+    if traces := list(places(json_of(folder / CONFIG))):
         raise ValueError(
             f"{folder / CONFIG}: {traces[0]!r} is a place on this machine, which is not published"
         )
@@ -60,7 +60,7 @@ def publication(
     if (certified := _chosen(folder, certificate, CERTIFICATE)) is not None:
         records[CERTIFICATE] = read_certificate(certified)
     if (folder / TUNING).is_file():
-        records[TUNING] = _json(folder / TUNING)
+        records[TUNING] = json_of(folder / TUNING)
     records = {file: untraced(record) for file, record in records.items()}
     here = target is not None and Path(target).is_dir()
     text = card(
@@ -85,7 +85,7 @@ def _weights(folder: Path) -> list[str]:
     """Names of the safetensors that hold the head, and of their index; ValueError for others."""
     if not (folder / INDEX).is_file():
         return [WEIGHTS]
-    names = sorted(set(_json(folder / INDEX)["weight_map"].values()))
+    names = sorted(set(json_of(folder / INDEX)["weight_map"].values()))
     if odd := [name for name in names if not is_published(name)]:
         raise ValueError(f"{folder / INDEX}: {odd[0]!r} is not called as shards are")
     return [INDEX, *names]
@@ -96,10 +96,3 @@ def _chosen(folder: Path, given: Path | None, name: str) -> Path | None:
     if given is not None:
         return given
     return folder / name if (folder / name).is_file() else None
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=no_number)
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON ({error}); delete it, or make it again") from error

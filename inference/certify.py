@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from drafthead.data.chat import ChatFormat
 from drafthead.heads.contract import fingerprint
 from drafthead.inference import checks_faults as faults
 from drafthead.inference.checks_drafters import Scripted
@@ -29,11 +28,10 @@ from drafthead.inference.checks_seed import SETTINGS, by_slot, by_stream, check_
 from drafthead.inference.checks_store import check_store
 from drafthead.inference.checks_subject import Check, Subject, shapes_for
 from drafthead.inference.checks_text import by_both, by_decoder, check_texts, truths
-from drafthead.inference.compare import prompts_of, spread
-from drafthead.inference.decoder import check_prompt
 from drafthead.inference.drafters import Drafter
 from drafthead.inference.grow import HeadDrafter
 from drafthead.inference.lineup import fitted, opened
+from drafthead.inference.openings import first_turns
 from drafthead.inference.rounding import Rounding, Truth, rounding
 from drafthead.inference.sampling import Sampler
 from drafthead.inference.store import Store
@@ -235,23 +233,8 @@ def load(asked: Asked, dtype: str, stage: Callable[[str], None]) -> Subject:
     head = opened(asked.head, dtype)
     target = load_target(asked.target, dtype)
     head = fitted(head, target)
-    assert target.tokenizer is not None
-    chat = ChatFormat(target.tokenizer, dict(head.contract.template_kwargs))
-    found = prompts_of(asked.prompts, stage)
-    prompts: list[list[int]] = []
-    left: list[str] = []
-    for prompt in spread(found, CANDIDATES):
-        try:
-            ids = chat.prompt_ids(prompt.opening)
-            check_prompt(target, ids, asked.size.new_tokens)
-        except ValueError as error:
-            left.append(f"prompt {prompt.id!r}: {error}")
-            continue
-        prompts.append(ids)
-    if not prompts:
-        raise ValueError(f"no prompt can be checked: {left[0]}")
-    if left:
-        stage(f"left out: {len(left)} of the prompts ({left[0]})")
+    template, room = head.contract.template_kwargs, asked.size.new_tokens
+    prompts = first_turns(target, asked.prompts, CANDIDATES, room, template, stage)
     shortest = sorted(prompts, key=len)[: asked.size.prompts]
     return Subject(target, head, shortest, asked.seed)
 

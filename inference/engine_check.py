@@ -36,6 +36,8 @@ TOLERANCE = 0.03
 """Of tau, relative: what may differ where a near tie is rounded the other way."""
 SLOTS = 8
 """Sequences that are decoded together, on both sides."""
+PATIENCE = 60
+"""Seconds in which a Python says what it has."""
 
 Drafts = list[tuple[int, list[int]]]
 """Of one prompt: how many new tokens it had, and what was drafted after them."""
@@ -211,20 +213,52 @@ def compared(ours: Decoded, theirs: Decoded) -> EngineResult:
     )
 
 
+def check_engine(python: Path) -> None:
+    """Refuse what is no Python of an environment with vLLM, before any work; EngineError."""
+    look = "from importlib.util import find_spec; print(find_spec('vllm') is not None)"
+    command = [*_isolated(python), "-c", look]
+    try:
+        seen = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _no_python(python, error) from error
+    if seen.stdout.strip() == "False":
+        raise EngineError(f"{python}: a Python without vLLM; `make engine-vllm` builds one with it")
+    if seen.stdout.strip() != "True":
+        raise _no_python(python, None)
+
+
+def _isolated(python: Path) -> list[str]:
+    # Not resolved: the path of a virtual environment's Python is what says which one it is.
+    return [str(python.expanduser().absolute()), "-I"]
+
+
+def _no_python(python: Path, error: Exception | None) -> EngineError:
+    reason = getattr(error, "strerror", None) or "it does not answer as one"
+    return EngineError(
+        f"{python}: no Python of an engine ({reason.lower()}); name the bin/python of an "
+        "environment with vLLM; `make engine-vllm` builds one"
+    )
+
+
 def run_engine(python: Path, jobs: Sequence[Job]) -> list[Decoded | str]:
     """What an engine made of each job, or why it made nothing, in one line that names its log.
 
     Raises EngineError where the engine cannot be started.
     """
-    if not python.is_file():
-        raise EngineError(f"no Python of an engine at {python}: `make engine-vllm` builds one")
     folder = Path(tempfile.mkdtemp(prefix="drafthead-engine-"))
     asked, out, log = (folder / name for name in ("jobs.json", "out.json", "engine.log"))
     asked.write_text(json.dumps([asdict(job) for job in jobs]))
-    # Not resolved: the path of a virtual environment's Python is what says which one it is.
-    command = [str(python.absolute()), "-I", str(DRIVER), str(asked), str(out)]
-    with log.open("w") as sink:
-        ended = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False)
+    command = [*_isolated(python), str(DRIVER), str(asked), str(out)]
+    try:
+        with log.open("w") as sink:
+            ended = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False)
+    except BaseException as error:  # interrupted, as a rule: there is nothing to look up
+        shutil.rmtree(folder)
+        if isinstance(error, OSError):
+            raise _no_python(python, error) from error
+        raise
     answers = json.loads(out.read_text())["jobs"] if out.is_file() else []
     made = [_decoded(answer, log) for answer in answers]
     if len(made) < len(jobs):

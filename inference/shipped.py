@@ -10,18 +10,19 @@ Shapes: D hidden width, L captured layers, Vd draft vocabulary, K draft depth.
 from __future__ import annotations
 
 import copy
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from drafthead.data.chat import ChatFormat
+from drafthead.data.files import held
 from drafthead.heads.borrowed import borrow
 from drafthead.heads.borrowing import BorrowingHead
 from drafthead.heads.contract import LAST, Contract
@@ -29,8 +30,7 @@ from drafthead.heads.layouts.files import load_foreign, read_folder, write_folde
 from drafthead.heads.layouts.layout import Asked, Layout
 from drafthead.heads.layouts.schema import check_folder, load_schema
 from drafthead.inference.answering import end_ids
-from drafthead.inference.compare import prompts_of, spread
-from drafthead.inference.decoder import check_prompt, decode
+from drafthead.inference.decoder import decode
 from drafthead.inference.grow import HeadDrafter
 from drafthead.inference.metrics import acceptance
 from drafthead.inference.row import Row
@@ -126,10 +126,7 @@ def ship(
     check_free(out)
     meant = _cast(head, dtype)
     stored = layout.write(meant, dtype)
-    fresh = out.with_name(f".{out.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with unnamed(out) as fresh:
         write_folder(stored, fresh)
         _demand(fresh, layout)
         read = load_foreign(fresh, asked_of(source, partial(_reading, head.contract)))
@@ -149,9 +146,6 @@ def ship(
         for file in fresh.iterdir():
             file.chmod(fresh.stat().st_mode & 0o666)  # weights come out for their owner only
         size = sum(file.stat().st_size for file in fresh.iterdir())
-        fresh.replace(out)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return Shipped(
         out=out,
         layout=layout.name,
@@ -165,9 +159,38 @@ def ship(
 
 
 def check_free(out: Path) -> None:
-    """Refuse a place that holds something, before any work; ValueError."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    """Refuse a place that holds something, or where nothing can be made, before any work;
+    ValueError.
+    """
+    place = out.resolve()  # where it is a link, what that leads to is made
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise ValueError(f"{out}: exists already; name a new folder, or remove it first")
+    above = next(folder for folder in place.parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        reason = "cannot be written to" if above.is_dir() else "is no folder"
+        raise ValueError(f"{out}: {above} {reason}; name a new folder elsewhere")
+
+
+@contextmanager
+def unnamed(out: Path) -> Iterator[Path]:
+    """A place beside `out` for what shall have its name once the block ends well.
+
+    It is inside a hidden folder that one process holds: another one's work would be taken for its
+    own. What a killed process left there goes with the next work of that name. Raises ValueError
+    where another process works there, or `out` was made meanwhile.
+    """
+    place = out.resolve()
+    around = place.with_name(f".{place.name}.new")
+    around.mkdir(parents=True, exist_ok=True)
+    with held(around):
+        try:
+            for left in around.iterdir():
+                shutil.rmtree(left, ignore_errors=True)
+            yield around / place.name
+            check_free(out)
+            (around / place.name).replace(place)
+        finally:
+            shutil.rmtree(around, ignore_errors=True)
 
 
 def asked_of(
@@ -186,28 +209,6 @@ def asked_of(
         source.config if isinstance(source, PreTrainedModel) else AutoConfig.from_pretrained(source)
     )
     return Asked(contract_of, config, whole.embedding, whole.rows, layers, producer)
-
-
-def first_turns(
-    target: Target,
-    names: Sequence[str],
-    count: int,
-    template: Mapping[str, Any],
-    say: Callable[[str], None],
-) -> list[list[int]]:
-    """Ids of the first turns of `count` prompts of these files; ValueError where there is none."""
-    known = prompts_of(names, say)
-    if not known:
-        raise ValueError(f"{', '.join(names)}: no prompts to decode")
-    assert target.tokenizer is not None
-    chat, found = ChatFormat(target.tokenizer, dict(template)), []
-    for prompt in spread(known, count):
-        found.append(chat.prompt_ids(prompt.opening))
-        try:
-            check_prompt(target, found[-1], TOKENS)
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
-    return found
 
 
 def unlike(meant: BorrowingHead, read: BorrowingHead) -> list[str]:

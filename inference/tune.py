@@ -3,7 +3,8 @@
 One plain decoding of the calibration prompts records what the head would draft (`record`); with the
 measured costs of a batch that tells what every shape comes to (`plan`). The best of each kind are
 then decoded with for real, in turn with plain decoding, so that a machine that slows down slows
-all, and the fastest is taken: drafting nothing, unless a shape beats plain by more than chance.
+all, and the fastest is taken: drafting nothing, unless a shape beats plain by more than chance, and
+no fixed shape, unless it beats one that adapts to the text (`auto:`) by more than chance.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from drafthead.inference.tuning import Tuning, dtype_of, fingerprint_of, tuned
 STEPS = (1, 2, 3, 4, 6, 8)
 """Widths of the draft steps that are timed."""
 
+FEWEST = 6
+"""Decodings of a shape, at least: fewer tell little of chance."""
+
 MARGIN = 0.95
 """Of plain decoding's forecast: a shape that comes to less is not tried."""
 
@@ -51,7 +55,8 @@ class Trial:
     max_new_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
-    repeats: int = 2
+    repeats: int = 1
+    """Other prompts tell more than the same ones again."""
     finalists: int = 3
     """Shapes that are decoded with for real, beside plain decoding."""
     clock: str = "wall"
@@ -202,8 +207,9 @@ def compete(
     order = list(sides.items())
     for _, drafter in order:  # warm-up
         decoded(target, drafter, groups[0], trial, tokens=min(8, trial.max_new_tokens))
-    done, total = 0, trial.repeats * len(groups) * len(order)
-    for repeat in range(trial.repeats):
+    repeats = max(trial.repeats, -(-FEWEST // len(groups)))
+    done, total = 0, repeats * len(groups) * len(order)
+    for repeat in range(repeats):
         for number, group in enumerate(groups):
             turn = (repeat + number) % len(order)  # another side goes first each time
             for shape, drafter in (*order[turn:], *order[:turn]):
@@ -250,11 +256,17 @@ def _settle(target: Target) -> None:
 
 def best(timed: Mapping[TreeShape, Sequence[Timed]], clock: str = "wall") -> TreeShape:
     """The fastest shape of those that beat plain beyond their interval; `off` if none does, as
-    where there is no interval.
+    where there is no interval. One that adapts to the text goes before a fixed one that does not
+    beat it beyond chance: on other texts than these it stays good.
     """
-    shapes = [shape for shape in timed if shape != OFF]
-    sure = [shape for shape in shapes if (gain(timed[shape], timed[OFF], clock)[1] or 0) > 1]
-    return max(sure, key=lambda shape: rate(timed[shape], clock), default=OFF)
+
+    def beats(one: TreeShape, two: TreeShape) -> bool:
+        return (gain(timed[one], timed[two], clock)[1] or 0) > 1
+
+    sure = [shape for shape in timed if shape != OFF and beats(shape, OFF)]
+    sure.sort(key=lambda shape: -rate(timed[shape], clock))
+    adaptive = [shape for shape in sure if _kind(shape) == "auto" and not beats(sure[0], shape)]
+    return next(iter(adaptive or sure), OFF)
 
 
 def gain(

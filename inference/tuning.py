@@ -1,8 +1,8 @@
 """What was measured and chosen for a head on one machine: the file `tuning.json`, and its use.
 
-It lies beside the head, or, where a head's folder cannot be written, in the user's cache. It holds
-for the machine, the dtype, the target and the head that it was measured with, and is not used for
-others, which is said once.
+It lies beside the head, or, where a head's folder cannot be written or is the Hub client's, in the
+user's cache. It holds for the machine, the dtype, the target and the head that it was measured
+with, and is not used for others, which is said once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import constants
 
 from drafthead.data.embedded import cache_dir, reference_head
 from drafthead.data.files import write_atomically
@@ -129,10 +131,9 @@ def folder_of(head: DraftHead) -> Path | None:
 
 
 def places(folder: Path | None) -> Iterator[Path]:
-    """Where a head's tuning may lie: beside it, then in the user's cache."""
+    """Where a head's tuning may lie: where it is written here, then beside it or in the cache."""
     if folder is not None:
-        yield folder / NAME
-        yield cached(folder)
+        yield from dict.fromkeys((place_for(folder), folder / NAME, cached(folder)))
 
 
 def cached(folder: Path) -> Path:
@@ -142,9 +143,12 @@ def cached(folder: Path) -> Path:
 
 
 def place_for(folder: Path) -> Path:
-    """Where to write a head's tuning: beside it where that is allowed and not in the package."""
+    """Where to write a head's tuning: beside it where that is allowed, and neither in the package
+    nor in the Hub client's cache, whose folders hold what a repository holds.
+    """
     here = folder.expanduser().resolve()
-    inside = reference_head().parent in here.parents
+    foreign = (reference_head().parent, Path(constants.HF_HUB_CACHE).resolve())
+    inside = any(place in here.parents for place in foreign)
     return folder / NAME if os.access(here, os.W_OK) and not inside else cached(folder)
 
 

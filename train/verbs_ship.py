@@ -21,7 +21,7 @@ from drafthead.train.options import (
     target_folder,
     template_arguments,
 )
-from drafthead.train.terminal import bars, say
+from drafthead.train.terminal import advising, bars, say
 
 if TYPE_CHECKING:
     import torch
@@ -89,20 +89,22 @@ def export(
     from drafthead.heads.layouts.serve import uses_of
     from drafthead.inference.shipped import ship
 
+    out = out.expanduser()
     _check(engine, engine_python, format, limit)
     if prompts and not limit:
         say("--prompts: no effect with --limit 0")
     asked = None if dtype is None else _dtype_of(dtype)
-    made, layout = _to_export(head, format, out, whole_vocabulary)
-    written: torch.dtype = asked or made.dtype
     with bars():
-        model, source = _loaded(target_folder(target))
-        contract = made.contract
-        contract.check(model.contract(contract.layers, contract.template_kwargs))
+        made, layout = _to_export(head, format, out, whole_vocabulary)
+        written: torch.dtype = asked or made.dtype
+        place = target_folder(target)
+        model, source = _loaded(place)
+        _check_target(made, model)
         made.bind(source)
         decoding = _decoding(model, made, prompts or ["samples/test"], limit)
         shipped = ship(made, layout, out, written, source, decoding)
-    uses = [(use.consumer, use.command) for use in uses_of(layout, made, str(out))]
+    place = str(Path(place).absolute()) if Path(place).is_dir() else ""
+    uses = [(use.consumer, use.command) for use in uses_of(layout, made, str(out), place)]
     result = _told(shipped) | {"serve": dict(uses)}
     if engine is not None:
         assert engine_python is not None
@@ -140,40 +142,60 @@ def import_(
     """
     from functools import partial
 
-    from drafthead.heads.layouts.files import load_foreign
-    from drafthead.inference.shipped import asked_of, check_free
+    import drafthead.heads.layouts  # noqa: F401  (layouts register themselves)
+    from drafthead.heads.layouts.files import open_foreign
+    from drafthead.inference.shipped import asked_of, check_free, unnamed
     from drafthead.train.checkpoint import save_head
 
+    out, folder = out.expanduser(), folder.expanduser()
     check_free(out)
-    _check_foreign(folder)
+    _check_foreign(folder, target)
+    _check_producer(producer)
     named = None if layers is None else _layers_of(layers)
     arguments = template_arguments("--template", template)
     with bars():
+        stored, layout = open_foreign(folder)  # before the target is loaded, perhaps in vain
         model, source = _loaded(target_folder(target))
         contract_of = partial(model.contract, template_kwargs=arguments)
-        made = load_foreign(folder, asked_of(source, contract_of, named, producer))
+        made = layout.read(stored, asked_of(source, contract_of, named, producer))
         made.bind(source)  # refuses maps that are none
-        save_head(made, out)
+        with unnamed(out) as fresh:
+            save_head(made, fresh)
     _show_imported(made, folder, out, as_json)
 
 
 # Import
 
 
-def _check_foreign(folder: Path) -> None:
+def _check_foreign(folder: Path, target: str) -> None:
     """Refuse what is no folder of others; ValueError."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"{folder}: no such folder; fetch it first, and name where it is")
+    if Path(target).is_dir() and folder.samefile(target):
+        raise ValueError(f"--target {target}: it is the draft itself; name the model it drafts for")
     config = folder / "config.json"
-    if config.is_file() and re.search(r'"model_type": "drafthead_', config.read_text()):
+    if config.is_file() and re.search(rb'"model_type": "drafthead_', config.read_bytes()):
         raise ValueError(f"{folder}: it is a head of drafthead already; use it as it is")
+
+
+def _check_producer(producer: str | None) -> None:
+    from drafthead.heads.layouts.captured import PRODUCERS
+    from drafthead.heads.layouts.eagle3 import UPPER_NORM
+    from drafthead.heads.layouts.speculators import ASSUMED
+
+    known = sorted({*PRODUCERS, *UPPER_NORM, *ASSUMED})
+    if producer is not None and producer not in known:
+        raise ValueError(f"--producer {producer!r}: choose from {', '.join(known)}")
 
 
 def _layers_of(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"--layers {text!r}: give ids with commas, as 2,15,27") from error
+    if len({*found}) < len(found):
+        raise ValueError(f"--layers {text!r}: a state is named twice; give each once")
+    return found
 
 
 def _show_imported(made: DraftHead, folder: Path, out: Path, as_json: bool) -> None:
@@ -213,6 +235,10 @@ def _check(engine: str | None, python: Path | None, format: str, limit: int) -> 
         raise ValueError(f"--engine vllm serves --format {' or '.join(SERVED)}, not {format}")
     if engine is not None and not limit:
         raise ValueError("--engine decodes the prompts: --limit has to be at least 1")
+    if python is not None:
+        from drafthead.inference.engine_check import check_engine
+
+        check_engine(python)
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -246,6 +272,16 @@ def _to_export(folder: Path, format: str, out: Path, whole: bool) -> tuple[Borro
     return made, layout_of(format, made)
 
 
+def _check_target(head: BorrowingHead, target: Target) -> None:
+    """ContractError for a head that was made for another target."""
+    from drafthead.heads.contract import LAST
+
+    # Which states are read the head alone says: another target may not even have them.
+    contract = head.contract
+    given = target.contract((LAST,), contract.template_kwargs)
+    contract.check(given.model_copy(update={"layers": contract.layers}))
+
+
 def _loaded(name: str) -> tuple[Target, PreTrainedModel | Path]:
     """The target, and what a head borrows from: its files where they are at hand.
 
@@ -266,11 +302,13 @@ def _loaded(name: str) -> tuple[Target, PreTrainedModel | Path]:
 def _decoding(
     target: Target, head: BorrowingHead, names: Sequence[str], limit: int
 ) -> Decoding | None:
-    from drafthead.inference.shipped import Decoding, first_turns
+    from drafthead.inference.openings import first_turns
+    from drafthead.inference.shipped import TOKENS, Decoding
 
     if not limit:
         return None
-    return Decoding(target, first_turns(target, names, limit, head.contract.template_kwargs, say))
+    template = head.contract.template_kwargs
+    return Decoding(target, first_turns(target, names, limit, TOKENS, template, say))
 
 
 def _told(shipped: Shipped) -> dict[str, Any]:
@@ -300,14 +338,19 @@ def _in_engine(
     import copy
     from dataclasses import asdict
 
-    from drafthead.inference.engine_check import check
+    from drafthead.inference.engine_check import EngineError, check
     from drafthead.inference.shipped import TOKENS
 
     method = layout.consumers[0].rsplit("-", 1)[1]
     meant = copy.deepcopy(head).to(dtype)  # type: ignore[arg-type]
     ids = [list(prompt) for prompt in decoding.prompts]
     say(f"{out}: written and read back; decoding {len(ids)} prompts in vLLM")
-    found = check(target_folder(target), meant, out, python, ids, TOKENS, method)
+    left = f"{out} is written and read back all the same; to run this again, remove it first"
+    with advising(left):
+        try:
+            found = check(target_folder(target), meant, out, python, ids, TOKENS, method)
+        except EngineError as error:
+            raise EngineError(f"{error}; {left}") from error
     say(found.line())
     return asdict(found) | {"passed": found.passed}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,6 @@ from drafthead.train.options import (
 from drafthead.train.terminal import bars, counting, say
 
 if TYPE_CHECKING:
-    from drafthead.inference.target import Target
     from drafthead.inference.tuning import Tuning
 
 BATCHES = (1, 4)
@@ -58,10 +57,10 @@ def tune(
     dtype: DtypeOption = "auto",
     prompts: Prompts = None,
     batch: Batches = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most prompts, of all categories.")] = 12,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts, of all categories.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each decoding is timed.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each decoding is timed.")] = 1,
     clock: Clock = "wall",
     seed: SeedOption = 0,
     out: Out = None,
@@ -69,13 +68,15 @@ def tune(
 ) -> None:
     """Measure costs and drafts here, and choose the tree for each batch size, or none.
 
-    The choice lies beside the head as tuning.json, and is what generate, evaluate and speculate
-    draft with where no tree is given.
+    The choice lies beside the head as tuning.json (of a head that came with the package or from the
+    Hub, in the user's cache), and is what generate, evaluate and speculate draft with where no tree
+    is given.
 
     Example: drafthead tune --head runs/mine/head --batch 1 --batch 4
     """
     from drafthead.inference.comparison import Comparison, models
     from drafthead.inference.lineup import template_of
+    from drafthead.inference.openings import first_turns
     from drafthead.inference.tune import Trial
     from drafthead.inference.tune import tune as tuning_of
     from drafthead.inference.tuning import check_place, folder_of, place_for, write
@@ -94,7 +95,8 @@ def tune(
     place = out if out is not None or folder is None else place_for(folder)
     if place is None:
         raise ValueError("this head was loaded from no folder: name a file with --out")
-    ids = _prompts(model, prompts or ["samples/test"], limit, max_new_tokens, template_of(heads))
+    names, template = prompts or ["samples/test"], template_of(heads)
+    ids = first_turns(model, names, limit, max_new_tokens, template, say, last=True)
     trial = Trial(max_new_tokens, temperature, seed, repeats, clock=clock)
     with bars() as shown:
         found = tuning_of(
@@ -123,51 +125,13 @@ def _show(found: Tuning, place: Path, as_json: bool) -> None:
     say(f"written to {place}")
 
 
-def _prompts(
-    target: Target,
-    names: Sequence[str],
-    limit: int,
-    new_tokens: int,
-    template: dict[str, Any],
-) -> list[list[int]]:
-    """Ids of first turns. The last prompts of the files first: an evaluation begins with the
-    others.
-    """
-    from drafthead.data.chat import ChatFormat
-    from drafthead.inference.compare import prompts_of, spread
-    from drafthead.inference.decoder import check_prompt
-
-    assert target.tokenizer is not None
-    chat = ChatFormat(target.tokenizer, template)
-    known = prompts_of(names, say)[::-1]
-    found: list[list[int]] = []
-    left: list[str] = []
-    for prompt in spread(known, len(known)):
-        try:
-            ids = chat.prompt_ids(prompt.opening)
-            check_prompt(target, ids, new_tokens)
-        except ValueError as error:
-            left.append(f"prompt {prompt.id!r}: {error}")
-            continue
-        found.append(ids)
-        if len(found) == limit:
-            break
-    if not found:
-        raise ValueError(f"no prompt can be tuned on: {left[0]}")
-    if left:
-        say(f"left out: {len(left)} of the prompts ({left[0]})")
-    return found
-
-
 def _lines(found: Tuning) -> list[str]:
     """A line for each batch size: what was chosen, and what else was measured."""
     lines = []
     for size, shape in found.shapes.items():
         told = {name: f"{name} {_gain(gain)}" for name, gain in found.gains[size].items()}
         others = ", ".join(text for name, text in told.items() if name != str(shape))
-        unsure = any(None in gain for gain in found.gains[size].values())
-        off = "off: a single decoding shows no gain for sure" if unsure else "off: nothing pays"
-        best = f"{told[str(shape)]} times plain" if str(shape) in told else off
+        best = f"{told[str(shape)]} times plain" if str(shape) in told else "off: nothing pays"
         also = f"; also {others}" if others else ""
         lines.append(f"batch {size}: {best}{also}")
     return lines

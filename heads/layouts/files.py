@@ -21,7 +21,7 @@ from torch import Tensor
 from drafthead.heads.base import DraftHead
 from drafthead.heads.layouts.fields import dtype_fields
 from drafthead.heads.layouts.kinds import check_kinds
-from drafthead.heads.layouts.layout import WEIGHTS, Asked, LayoutError, Stored
+from drafthead.heads.layouts.layout import WEIGHTS, Asked, Layout, LayoutError, Stored
 from drafthead.heads.layouts.recognise import layout_in
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,18 @@ def load_foreign(folder: str | Path, asked: Asked) -> DraftHead:
 
     Raises ValueError (one line) for a folder that is of no known layout or not clear.
     """
+    stored, layout = open_foreign(folder)
+    return layout.read(stored, asked)
+
+
+def open_foreign(folder: str | Path) -> tuple[Stored, Layout]:
+    """The first half of `load_foreign`, all that can be told without the target."""
     stored = read_folder(folder)
     check_kinds(stored.config, f"{stored.place}/config.json")
     for name, tensor in stored.tensors.items():
         if tensor.dim() == 0:
             raise LayoutError(f"{stored.place}: {name} is a single number, which no draft head has")
-    return layout_in(stored).read(stored, asked)
+    return stored, layout_in(stored)
 
 
 def read_folder(folder: str | Path) -> Stored:
@@ -65,7 +71,7 @@ def write_folder(stored: Stored, out: str | Path) -> Path:
     """Write config.json and the tensors' file, all at once; returns the folder.
 
     Both spellings of the dtype are put into a config that has neither: engines read one or the
-    other. ValueError where `out` holds something already.
+    other. ValueError where `out` holds something already, OSError where it cannot be written.
     """
     out = Path(out)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
@@ -84,6 +90,8 @@ def write_folder(stored: Stored, out: str | Path) -> Path:
         else:
             torch.save(_apart(stored.tensors), work / stored.weights)
         work.rename(out)
+    except (SafetensorError, RuntimeError) as error:  # what their writers make of a full disk
+        raise OSError(f"{out}: could not be written ({error})") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return out
@@ -157,7 +165,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         try:
             return load_file(file)
         except (SafetensorError, OSError) as error:
-            raise LayoutError(f"{file}: not a safetensors file ({error})") from error
+            raise LayoutError(f"{file}: not a safetensors file ({error}); get it anew") from error
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of any type, as the loader runs over what is no archive

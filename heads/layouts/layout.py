@@ -114,7 +114,8 @@ def layouts_for(format: str, kind: str) -> list[Layout]:
         raise LayoutError(f"--format: unknown format {format!r}{hint} (known: {', '.join(known)})")
     found = [x for x in LAYOUTS if x.kind == kind and format in x.formats]
     if not found:
-        others = sorted({name for x in LAYOUTS if x.kind == kind for name in x.formats})
+        # A layout without consumers is there to say why.
+        others = sorted({n for x in LAYOUTS if x.kind == kind and x.consumers for n in x.formats})
         instead = f"use --format {' or '.join(others)}" if others else "no layout is known for it"
         raise LayoutError(f"--format {format}: it has no {kind} heads; {instead}")
     return found
@@ -125,10 +126,13 @@ def layout_of(format: str, head: DraftHead) -> Layout:
 
     LayoutError with each reason, one line in all, where none can express it.
     """
-    reasons: list[str] = []
+    found: list[list[str]] = []
     for layout in layouts_for(format, head.settings.type):
         refusals = layout.refusals(head)
         if not refusals:
             return layout
-        reasons += [line for line in refusals if line not in reasons]
+        found.append(refusals)
+    # What a narrower layout of the same format wants besides is in nobody's way.
+    least = [own for own in found if not any({*own} > {*other} for other in found)]
+    reasons = dict.fromkeys(line for own in least for line in own)
     raise LayoutError(f"--format {format}: {'; '.join(reasons)}")

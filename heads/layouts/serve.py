@@ -41,24 +41,28 @@ class Use:
     command: str
 
 
-def uses_of(layout: Layout, head: DraftHead, folder: str) -> list[Use]:
-    """One for each consumer of the layout; `folder` is what was exported."""
+def uses_of(layout: Layout, head: DraftHead, folder: str, target: str = "") -> list[Use]:
+    """One for each consumer of the layout; `folder` is what was exported.
+
+    target: where its files are, if the name that the head knows it by is not enough to load it.
+    """
     found = []
     for key in layout.consumers:
         match = re.fullmatch(r"([a-z]+)-([0-9a-f][\w.]*)-(.+)", key)
         if match is None:
             raise ValueError(f"consumer {key!r}: expected NAME-VERSION-KIND")
         name, version, kind = match.groups()
-        command = command_of(name, kind, head, folder)
+        command = command_of(name, kind, head, folder, target)
         found.append(Use(f"{LABELS.get(name, name)} {version}", command))
     return found
 
 
-def command_of(consumer: str, kind: str, head: DraftHead, folder: str) -> str:
+def command_of(consumer: str, kind: str, head: DraftHead, folder: str, target: str = "") -> str:
     """The command, or the call, that serves a head of this kind (`eagle3`, `dflash`, …)."""
-    target, depth = head.contract.target, head.max_depth or DEPTH
+    named, depth = head.contract.target, head.max_depth or DEPTH
+    target = target or named
     model, place = shlex.quote(target), shlex.quote(folder)  # names of folders may have spaces
-    if consumer == "speculators" and "/" in target:  # the folder names the target: a Hub id
+    if consumer == "speculators" and "/" in named:  # the folder names the target: a Hub id
         return f"vllm serve {place}"
     if consumer in ("vllm", "speculators"):
         asked = {"method": kind, "model": folder, "num_speculative_tokens": depth}

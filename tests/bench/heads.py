@@ -45,6 +45,7 @@ CHANGES = {
     "block-cold": "head.warm_start=0",
     "block-1-layer": "head.num_layers=1",
     "block-no-markov": "head.markov_rank=0",
+    "block-no-feature-norm": "head.norm_features=false",
     "block-soft-ce": "training.loss=soft_ce",
     "block-all-anchors": "head.anchor_share=1.0",
     "block-dpace": "training.position_weights=dpace",

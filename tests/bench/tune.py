@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--target", help="folder or Hub id; default: the embedded one")
     parser.add_argument("--dtype", default=serving_dtype())
     parser.add_argument("--prompts", nargs="*", default=["samples/test"])
-    parser.add_argument("--tune-on", type=int, default=12, help="prompts")
+    parser.add_argument("--tune-on", type=int, default=24, help="prompts")
     parser.add_argument("--count", type=int, default=20, help="other prompts that are measured")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)

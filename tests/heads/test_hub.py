@@ -311,5 +311,5 @@ def test_a_heads_class_and_its_name_load_from_the_hub(
     fetched.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetched(f"hub:{NAME}@{commit}") == place, "in the cache, without a network"
-    with pytest.raises(HubError, match="org/else: "):
+    with pytest.raises(HubError, match="org/else: not in the cache here, and HF_HUB_OFFLINE is"):
         fetched("hub:org/else")

@@ -111,7 +111,7 @@ def test_records_that_are_no_json_or_no_unicode(folder: Path) -> None:
     assert isinstance(found, bytes)
     assert json.loads(found)["seen"] == "?"
     (folder / "tuning.json").write_text('{"machine": {}, "dtype": "a", "shapes": {}, "x": NaN}')
-    with pytest.raises(ValueError, match=r"tuning\.json: no JSON \(it holds NaN"):
+    with pytest.raises(ValueError, match=r"tuning\.json: cannot be read as JSON \(it holds NaN"):
         publication(folder)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ from tiny import tiny_head, tiny_target
 
 from drafthead.inference.decoder import decode
 from drafthead.inference.engine_check import (
+    DRIVER,
     Decoded,
     EngineError,
     Job,
     chained,
+    check_engine,
     compared,
     run_engine,
 )
@@ -112,10 +116,47 @@ def test_our_side_is_the_decoder_with_a_chain() -> None:
 JOB = Job("target", "draft", "eagle3", 3, [[1, 2]], 8)
 
 
-def test_no_engine_is_one_line_that_says_what_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"no Python of an engine at .*make engine-vllm") as info:
-        run_engine(tmp_path / "bin" / "python", [JOB])
+def _script(folder: Path, text: str) -> Path:
+    file = folder / "program"
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "folder", "text", "other program"])
+def test_no_engine_is_one_line_that_says_what_makes_one(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("x")
+    python = {
+        "nowhere": tmp_path / "bin" / "python",
+        "folder": tmp_path,
+        "text": tmp_path / "text",
+        "other program": _script(tmp_path, "#!/bin/sh\necho hello\n"),
+    }[kind]
+    said = rf"^{python}: no Python of an engine \(.+\); name the bin/python .*make engine-vllm"
+    with pytest.raises(EngineError, match=said) as info:
+        check_engine(python)
     assert "\n" not in str(info.value)
+
+
+def test_a_python_without_the_engine_is_told_before_any_work() -> None:
+    with pytest.raises(EngineError, match=r"a Python without vLLM; `make engine-vllm`"):
+        check_engine(Path(sys.executable))
+
+
+def test_an_engine_whose_caller_was_killed_ends() -> None:
+    """It would go on for minutes, and hold its memory, for nobody."""
+    engine = "import sys, time; sys.path.insert(0, {!r}); import engine_vllm as e; "
+    engine += "e.end_with_parent(); print(1, flush=True); time.sleep(60)"
+    inner = [sys.executable, "-c", engine.format(str(DRIVER.parent))]
+    caller = f"import subprocess; subprocess.run({inner!r})"
+    started = subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    assert started.stdout.readline() == b"1\n"
+    started.kill()
+    begun = time.monotonic()
+    assert started.stdout.read() == b"", "the engine holds the other end of the pipe while it runs"
+    assert time.monotonic() - begun < 30
+    started.wait()
 
 
 def test_an_engine_that_fails_is_one_line_that_names_its_log(

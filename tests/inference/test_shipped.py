@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import resource
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +35,7 @@ from drafthead.inference.shipped import (
     probe,
     ship,
     unlike,
+    unnamed,
 )
 from drafthead.inference.target import Target
 
@@ -70,8 +74,6 @@ def test_an_export_is_the_same_head_down_to_its_drafts(
 
 
 def _umask() -> int:
-    import os
-
     now = os.umask(0)
     os.umask(now)
     return now
@@ -191,6 +193,69 @@ def test_a_folder_that_holds_something_is_left_alone(
     with pytest.raises(ValueError, match="exists already; name a new folder"):
         ship(head, layout_of("vllm", head), tmp_path, torch.float32, target)
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_what_a_killed_export_left_goes_with_the_next(
+    target: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    child = os.fork()
+    if not child:
+        with unnamed(tmp_path / "out") as fresh:
+            fresh.mkdir()
+            fresh.with_name(".out.123.partial").mkdir()
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert [file.name for file in tmp_path.iterdir()] == [".out.new"]
+    head = reduced(target)
+    ship(head, layout_of("vllm", head), tmp_path / "out", torch.float32, target)
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_exports_into_one_name_do_not_take_each_others_work(
+    target: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    head, out = reduced(target), tmp_path / "out"
+    with unnamed(out) as fresh:
+        fresh.mkdir()
+        (fresh / "mine").touch()
+        with pytest.raises(ValueError, match="another process writes here"):
+            ship(head, layout_of("vllm", head), out, torch.float32, target)
+    assert [file.name for file in out.iterdir()] == ["mine"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_was_made_there_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="exists already"), unnamed(out) as fresh:  # noqa: PT012
+        fresh.mkdir()
+        out.mkdir()
+        (out / "theirs").touch()
+    assert [file.name for file in out.iterdir()] == ["theirs"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("name", "format"), [("eagle3", "vllm"), ("hydra", "hydra")])
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_nothing(
+    name: str, format: str, target: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    head = whole_vocabulary(ladder_head(name, target))
+    head.bind(target)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the config fits, weights not
+    try:
+        with pytest.raises(OSError, match=r"could not be written|too large"):
+            ship(head, layout_of(format, head), tmp_path / "out", torch.float32, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_refusal_is_that_of_the_widest_layout(target: LlamaForCausalLM) -> None:
+    """`--format vllm` is not told that only vLLM takes a reduced vocabulary."""
+    with pytest.raises(LayoutError) as info:
+        layout_of("vllm", ladder_head("block", target))
+    assert "no engine norms each captured state" in str(info.value)
+    assert "vLLM" not in str(info.value)
 
 
 def test_own_rows_that_are_still_the_targets_are_no_difference(

@@ -24,7 +24,7 @@ from drafthead.inference.machine import machine
 from drafthead.inference.sibling import Sibling
 from drafthead.inference.target import Target
 from drafthead.inference.tree import OFF, UNTUNED, TreeShape, parse_shape
-from drafthead.inference.tune import Timed, Trial, best, gain, tune, tuned_shape
+from drafthead.inference.tune import Timed, Trial, best, compete, gain, rate, tune, tuned_shape
 from drafthead.inference.tuning import Tuning, cached, place_for, read, tuned, write
 
 COSTS = Costs((1, 5), (1.0, 1.2), extend=0.1, step=0.05, widths=(1, 4), steps=(0.05, 0.08))
@@ -287,6 +287,27 @@ def test_the_fastest_is_chosen_of_those_that_beat_plain_beyond_chance() -> None:
     assert ratio == pytest.approx(4.0 / 3.2)
     assert 1 < low < ratio < high
     assert best(times, clock="cpu") == OFF, "by the other clock all are alike"
+
+
+def test_a_fixed_shape_has_to_beat_one_that_adapts_beyond_chance() -> None:
+    """Prompts to tune on are few: what is a little faster there may be slower on others."""
+    fixed, adapting = parse_shape("tree:2x6:16"), parse_shape("auto:4x8:32")
+    plain, other = timed(1.0, 1.1, 0.9, 1.0), timed(0.7, 0.9, 0.7, 0.8)
+    close = {OFF: plain, fixed: timed(0.8, 0.8, 0.6, 0.7), adapting: other}
+    assert rate(close[fixed]) > rate(close[adapting])
+    assert best(close) == adapting
+    clear = {**close, fixed: timed(0.5, 0.6, 0.5, 0.5)}
+    assert best(clear) == fixed
+    assert best({**clear, adapting: timed(1.0, 1.2, 1.0, 1.0)}) == fixed
+
+
+def test_few_prompts_are_decoded_more_than_once(target32: Target, head: DraftHead) -> None:
+    """So that there is an interval, also of a batch that takes all prompts at a time."""
+    shape, trial = parse_shape("chain:1"), Trial(max_new_tokens=4)
+    prompts = [prompt_of(5), prompt_of(8), prompt_of(7)]
+    for batch in (1, 2, 3):
+        times = compete(target32, head, prompts, [shape], COSTS, batch, trial)
+        assert {len(taken) for taken in times.values()} == {6}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tiny_runs import LAYERS, three_layers, write_target
 from drafthead.heads import load_head
 from drafthead.heads.borrowing import BorrowingHead
 from drafthead.inference import engine_check
-from drafthead.inference.engine_check import EngineResult
+from drafthead.inference.engine_check import EngineError, EngineResult
 from drafthead.inference.shipped import unlike
 from drafthead.inference.target import load_target
 
@@ -46,7 +47,7 @@ def exported(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     first, test, *uses = done.stdout.splitlines()
     assert first.startswith(f"{out}: eagle3-vllm, float32, ")
     assert "tensors and draft logits are equal; tau " in test
-    assert uses[0].startswith("vLLM 0.32.0: vllm serve tiny --speculative-config '{")
+    assert uses[0].startswith(f"vLLM 0.32.0: vllm serve {place.target} --speculative-config '{{")
     return out
 
 
@@ -162,6 +163,7 @@ def test_an_engine_that_drafts_otherwise_is_exit_code_1(
         return EngineResult(4, drafts, 9, 9, 4, engine_tau=1.5, our_tau=1.5)
 
     monkeypatch.setattr(engine_check, "check", checked)
+    monkeypatch.setattr(engine_check, "check_engine", lambda python: None)
     done = export(
         call, place, tmp_path / "out", "--dtype", "bf16", "--json",
         "--engine", "vllm", "--engine-python", "bin/python", *TEST,
@@ -173,6 +175,49 @@ def test_an_engine_that_drafts_otherwise_is_exit_code_1(
     assert head.dtype == torch.bfloat16, "what is compared is rounded as it was exported"
     assert python == Path("bin/python")
     assert len(prompts) == 1
+
+
+@pytest.mark.parametrize("error", [EngineError("the engine ended with 1"), KeyboardInterrupt()])
+def test_an_engine_that_fails_leaves_the_export_and_says_so(
+    error: BaseException, place: Place, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checked(*arguments: Any) -> EngineResult:
+        raise error
+
+    monkeypatch.setattr(engine_check, "check", checked)
+    monkeypatch.setattr(engine_check, "check_engine", lambda python: None)
+    out = tmp_path / "out"
+    done = export(call, place, out, "--json", "--engine", "vllm", "--engine-python", "x", *TEST)
+    assert done.code == (2 if isinstance(error, EngineError) else 130), done.err
+    assert done.out == ""
+    assert f"{out} is written and read back all the same; to run this again, remove it" in done.err
+    assert (out / "config.json").is_file()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_leads_to_the_folder_that_is_made(
+    there: bool, exported: Path, place: Place, call: Call, tmp_path: Path
+) -> None:
+    real = tmp_path / "real"
+    if there:
+        real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    done = call("import", exported, "--target", place.target, "--out", tmp_path / "link")
+    assert done.code == 0, done.err
+    assert (real / "config.json").is_file()
+    assert {file.name for file in tmp_path.iterdir()} == {"link", "real"}
+
+
+def test_a_tilde_is_the_home_folder(
+    exported: Path, place: Place, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shells leave `--out=~/x` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = call("import", exported, "--target", place.target, "--out=~/head")
+    assert done.code == 0, done.err
+    assert export(call, place, Path("~/out"), "--limit", 0).code == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"head", "out"}
 
 
 # Mistakes
@@ -191,7 +236,12 @@ def test_an_engine_that_drafts_otherwise_is_exit_code_1(
             ["--engine", "vllm", "--engine-python", "y", "--format", "sglang"],
             "--engine vllm serves --format vllm or speculators, not sglang",
         ),
+        (
+            ["--engine", "vllm", "--engine-python", sys.executable, "--target", "nowhere"],
+            "a Python without vLLM; `make engine-vllm` builds one",
+        ),
         (["--head", "nowhere"], "nowhere: no config.json"),
+        (["--head", "reference"], "and does not fit 'tiny': hidden_size is 64"),
         (["--target", "nowhere"], "target 'nowhere': no such folder"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
@@ -253,13 +303,28 @@ def _emptied(folder: Path) -> str:
     return "no such folder"
 
 
-@pytest.mark.parametrize("damage", [_p_eagle, _mlp_speculator, _of_nothing, _our_own, _emptied])
+def _not_utf8(folder: Path) -> str:
+    (folder / "config.json").write_bytes(b'\xff\xfe{"model_type": "llama"}')
+    return "config.json: no JSON ("
+
+
+def _half(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return "file not fully covered); get it anew"
+
+
+DAMAGES = (_p_eagle, _mlp_speculator, _of_nothing, _our_own, _emptied, _not_utf8, _half)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_f66_what_cannot_be_imported_is_one_line(
-    damage: Any, exported: Path, place: Place, call: Call, tmp_path: Path
+    damage: Any, exported: Path, call: Call, tmp_path: Path
 ) -> None:
+    """And said before the target is loaded, which may take minutes: here there is none."""
     folder = shutil.copytree(exported, tmp_path / "theirs")
     said = damage(folder)
-    done = call("import", folder, "--target", place.target, "--out", tmp_path / "head")
+    done = call("import", folder, "--target", "nowhere", "--out", tmp_path / "head")
     assert_one_line(done, [said, str(folder)])
     assert not (tmp_path / "head").exists()
 
@@ -270,7 +335,39 @@ def test_layers_can_be_named_and_must_be_ids(
     """What the user says wins over what the folder says."""
     asked = ["import", exported, "--target", place.target, "--out", tmp_path / "head"]
     assert_one_line(call(*asked, "--layers", "one"), ["--layers 'one': give ids with commas"])
+    assert_one_line(call(*asked, "--layers", "1,2,2"), ["--layers '1,2,2': a state is named twice"])
     assert_one_line(call(*asked, "--layers", "1,2,9"), ["must be distinct ascending ids in 1..3"])
     assert_one_line(call(*asked, "--layers", "1,2"), ["fc.weight takes 3 states"])
     assert call(*asked, "--layers", "1,2,3").code == 0
     assert load_head(tmp_path / "head").contract.layers == LAYERS
+
+
+def test_who_made_a_folder_must_be_known(exported: Path, call: Call, tmp_path: Path) -> None:
+    asked = ["import", exported, "--target", "nowhere", "--out", tmp_path / "head"]
+    said = ["--producer 'nobody': choose from angelslim, ", "modelopt, ", "speculators, ", "vllm"]
+    assert_one_line(call(*asked, "--producer", "nobody"), said)
+
+
+def test_a_draft_is_not_its_own_target(exported: Path, call: Call, tmp_path: Path) -> None:
+    done = call("import", exported, "--target", exported, "--out", tmp_path / "head")
+    assert_one_line(done, [f"--target {exported}: it is the draft itself"])
+
+
+def test_an_export_given_as_a_head_is_told_of_import(
+    exported: Path, place: Place, call: Call, tmp_path: Path
+) -> None:
+    done = export(call, place, tmp_path / "out", "--head", exported)
+    assert_one_line(done, ["'llama' is no head", "`drafthead import` makes one"])
+
+
+@pytest.mark.parametrize("verb", ["export", "import"])
+def test_a_place_where_nothing_can_be_made_is_told_before_any_work(
+    verb: str, exported: Path, place: Place, call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    out = tmp_path / "file" / "more" / "out"
+    if verb == "export":
+        done = export(call, place, out, "--target", "nowhere")
+    else:
+        done = call("import", exported, "--target", "nowhere", "--out", out)
+    assert_one_line(done, [f"{out}: {tmp_path / 'file'} is no folder; name a new folder elsewhere"])
