@@ -11,6 +11,8 @@ from typing import Any
 from tiny import CORPUS, tiny_target, tiny_tokenizer
 from transformers import PreTrainedModel
 
+from drafthead.heads.eagle3 import Eagle3Settings
+from drafthead.inference.target import load_target
 from drafthead.train.config import RunConfig
 
 LAYERS = (1, 2, 3)
@@ -28,6 +30,15 @@ def write_target(folder: Path, model: PreTrainedModel) -> Path:
     """Write a target as a Hugging Face folder, tokenizer included."""
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_head(folder: Path, target_folder: Path) -> Path:
+    """Write an untrained EAGLE-3 head of that target."""
+    target = load_target(target_folder)
+    made = Eagle3Settings(draft_vocab_size=None).build(target.contract(LAYERS), target.config, None)
+    made.bind(target.model)
+    made.save_pretrained(folder)
     return folder
 
 

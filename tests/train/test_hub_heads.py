@@ -15,10 +15,9 @@ from command import COMMAND, Call, assert_one_line, write_prompts
 from hub_client import asked_by_this_process
 from hub_server import TOKEN, Hub, serving
 from huggingface_hub import constants
-from tiny_runs import LAYERS
+from tiny_runs import write_head
 
 from drafthead.heads import load_head
-from drafthead.heads.eagle3 import Eagle3Settings
 from drafthead.heads.hub import fetched, pull, push
 from drafthead.heads.publication import publication
 from drafthead.inference import tuning
@@ -32,12 +31,7 @@ TOKENS = ["--dtype", "float32", "--max-new-tokens", 6]
 @pytest.fixture(scope="module")
 def head(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained head of the target on disk."""
-    folder = tmp_path_factory.mktemp("heads") / "head"
-    target = load_target(target_folder)
-    made = Eagle3Settings(draft_vocab_size=None).build(target.contract(LAYERS), target.config, None)
-    made.bind(target.model)
-    made.save_pretrained(folder)
-    return folder
+    return write_head(tmp_path_factory.mktemp("heads") / "head", target_folder)
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 from command import Call, assert_one_line, write_prompts
-from tiny_runs import LAYERS
+from tiny_runs import write_head
 
-from drafthead.heads.eagle3 import Eagle3Settings
-from drafthead.inference.target import load_target
 from drafthead.inference.tree import parse_shape
 from drafthead.inference.tuning import read
 
@@ -18,13 +16,7 @@ from drafthead.inference.tuning import read
 @pytest.fixture(scope="module")
 def head(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained head of the target on disk."""
-    folder = tmp_path_factory.mktemp("heads") / "head"
-    target = load_target(target_folder)
-    contract = target.contract(LAYERS)
-    made = Eagle3Settings(draft_vocab_size=None).build(contract, target.config, None)
-    made.bind(target.model)
-    made.save_pretrained(folder)
-    return folder
+    return write_head(tmp_path_factory.mktemp("heads") / "head", target_folder)
 
 
 def test_tune_writes_its_choice_beside_the_head_and_prints_it(
