@@ -53,6 +53,8 @@ Prompts = Annotated[
 Trees = Annotated[
     list[str] | None, typer.Option(help=f"One or more of {TREES}. By default as `tune` chose here.")
 ]
+Lookup = Annotated[bool, typer.Option(help="Also prompt lookup, alone and merged with each head.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Most prompts, of all categories.")]
 Temperatures = Annotated[
     list[float] | None,
     typer.Option(min=0, help="0, the default, is greedy; give it again for several."),
@@ -89,12 +91,8 @@ def evaluate(
     target: TargetOption = EMBEDDED,
     dtype: DtypeOption = "auto",
     tree: Trees = None,
-    lookup: Annotated[
-        bool, typer.Option(help="Also prompt lookup, alone and merged with each head.")
-    ] = True,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Most prompts, of all categories.")
-    ] = None,
+    lookup: Lookup = True,
+    limit: Limit = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 64,
     temperature: Temperatures = None,
     batch: Batches = None,
@@ -113,8 +111,7 @@ def evaluate(
 ) -> None:
     """Measure what drafting gains: tau, tokens a round of the target, and speed against plain.
 
-    Rows: lookup, each head and sibling, and lookup merged with each; --no-lookup leaves only heads.
-    --out keeps all, with a page.
+    Rows: lookup, each head and sibling, and lookup merged with each. --out keeps all, with a page.
 
     Example: drafthead evaluate --head runs/mine/head --batch 1 --batch 4 --limit 30 --out runs/eval
     """

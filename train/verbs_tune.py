@@ -98,16 +98,10 @@ def tune(
     names, template = prompts or ["samples/test"], template_of(heads)
     ids = first_turns(model, names, limit, max_new_tokens, template, say, last=True)
     trial = Trial(max_new_tokens, temperature, seed, repeats, clock=clock)
+    batches = batch or BATCHES
     with bars() as shown:
-        found = tuning_of(
-            model,
-            drafts,
-            ids,
-            batch or BATCHES,
-            trial,
-            progress=counting(shown, "decoding"),
-            stage=say,
-        )
+        told = counting(shown, "decoding")
+        found = tuning_of(model, drafts, ids, batches, trial, progress=told, stage=say)
     write(found, place)
     _show(found, place, as_json)
     if out is not None:
