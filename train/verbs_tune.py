@@ -42,6 +42,10 @@ Batches = Annotated[
     list[int] | None,
     typer.Option(min=1, help="Prompts decoded at a time; give it again for several; else 1 and 4."),
 ]
+Repeats = Annotated[
+    int,
+    typer.Option(min=1, help="How often each decoding is timed; oftener where prompts are few."),
+]
 Clock = Annotated[
     str, typer.Option(help="wall, or cpu where other programs use the processor, too.")
 ]
@@ -60,7 +64,7 @@ def tune(
     limit: Annotated[int, typer.Option(min=1, help="Most prompts, of all categories.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each decoding is timed.")] = 1,
+    repeats: Repeats = 1,
     clock: Clock = "wall",
     seed: SeedOption = 0,
     out: Out = None,
